@@ -8,10 +8,10 @@ LINES = {
     "check": 1_134,
     "cli": 1_137,
     "hf": 2_408,
-    "hf/batches": 1_034,
-    "hf/generation": 1_486,
+    "hf/batches": 1_080,
+    "hf/generation": 1_503,
     "hf/models": 1_413,
-    "hf/parts": 2_985,
+    "hf/parts": 2_982,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_545,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_371,
 }
-NODES, TUPLES, REFUSING, RAISES = 128_955, 0.17, 1_485, 280
+NODES, TUPLES, REFUSING, RAISES = 129_281, 0.17, 1_482, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -1,12 +1,13 @@
 """Batches that arrive sharded: their extra data, how to recognise them, and checksums of batches."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._triton import has_triton_package
 
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
@@ -106,20 +107,40 @@ def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of a tensor's bytes, read as 64-bit words: a scalar `torch.LongTensor` on the tensor's device.
-    Only tensors of the same dtype compare. It works piece by piece to save memory.
+def sum_of_bits(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a checksum of the bytes of a tensor, or of several in a row: a scalar `torch.LongTensor` on the device of
+    the first, for which the host does not wait. Only tensors of the same dtypes compare. On a GPU several are read in
+    one pass, by a kernel that has to be compiled.
 
-    Words are mixed with their indices, so that swapped words change the sum. Products wrap around, and odd factors lose
-    no information (splitmix64, Steele et al., OOPSLA 2014)."""
-    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if octets.numel() % 8:
-        octets = functional.pad(octets, (0, -octets.numel() % 8))
-    elif octets.storage_offset() % 8:
-        octets = octets.clone()
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for words in octets.view(torch.int64).split(_PIECE):
-        mixed = words + torch.arange(1, words.numel() + 1, device=words.device) * _SPREAD
+    Bytes are read as 64-bit words, which are mixed with their indices: one changed word always changes the sum, changes
+    of several, as swaps, cancel with a chance of 2**-64 (splitmix64, Steele et al., OOPSLA 2014; products wrap)."""
+    several = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    fused = several is tensors and has_triton_package()
+    sums, place, count = list[torch.Tensor](), 0, 0
+    for tensor in several:
+        octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+        if octets.numel() % 8:
+            octets = functional.pad(octets, (0, -octets.numel() % 8))
+        elif octets.storage_offset() % 8:
+            octets = octets.clone()
+        words = octets.view(torch.int64)
+        sums.append(_sums_of_words(words, place, fused and words.is_cuda))
+        place += words.numel()
+        count += tensor.numel()  # tells padding from zeros
+    every = [each.to(sums[0].device) for each in sums] or [torch.zeros(1, dtype=torch.int64, device="cpu")]
+    return torch.cat(every).sum() + count
+
+
+def _sums_of_words(words: torch.Tensor, place: int, fused: bool) -> torch.Tensor:
+    """Returns sums of some words each, mixed with their indices, of which `place` is the first."""
+    if fused:
+        from .fused_sums import sums_of_words
+
+        return sums_of_words(words, place, _SPREAD)
+    sums = []
+    for piece in words.split(_PIECE):  # saves memory
+        mixed = piece + torch.arange(place + 1, place + 1 + piece.numel(), device=words.device) * _SPREAD
         mixed = (mixed ^ (mixed >> 30)) * _SPREAD
-        total = total * _SPREAD + ((mixed ^ (mixed >> 27)) * _SPREAD).sum()
-    return total + tensor.numel()  # tells padding from zeros
+        sums.append(((mixed ^ (mixed >> 27)) * _SPREAD).sum())
+        place += piece.numel()
+    return torch.stack(sums)

@@ -4,7 +4,6 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ _UNREAD = {
 @dataclass(frozen=True, eq=False)
 class Document:
     """A document that a model has read, with its keys and values on the ranks of a group. Made by [`remember`].
+
+    Each use compares the values of all weights, since torch does not count all writes (`.data`, fused optimizers).
 
     Args:
         input_ids (`torch.LongTensor` of shape `(1, tokens)`): The document, on every rank.
@@ -276,19 +277,35 @@ def about(model: PreTrainedModel) -> dict[str, Any]:
         unit.reshard()
     device = device_of(model)
     precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    adapted = adapted_modules(view)
-    adapters = [(path, work) for path, module in adapted if (work := adapters_at_work(module))]
-    idle = {id(weight) for _, module in adapted for weight in idle_weights(module)}
-    total = torch.tensor(zlib.crc32(str((adapters, precision)).encode()), device=device)
-    for weight in chain(model.parameters(), model.buffers()):  # rotary frequencies and routers' biases are buffers
-        whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[attr-defined]
-        if id(weight) not in idle:  # gathered anyway, because it may work on another rank
-            total = total * 31 + sum_of_bits(whole).to(total.device)
+    adapters = [(path, work) for path, module in view.find(adapted_modules) if (work := adapters_at_work(module))]
+    total = sum_of_bits(_weights(view, device)) + zlib.crc32(str((adapters, precision)).encode())
     return {
         "model": type(model).__name__.removeprefix("FSDP"),
         "weights": int(total),
         **dict(_entries(model.config.to_dict(), "config.")),
     }
+
+
+def _weights(view: ModelView, device: torch.device) -> Iterator[Tensor]:
+    """Yields the weights of a model that work, its buffers (rotary frequencies and routers' biases are some), and the
+    scales of bitsandbytes, which are neither."""
+    idle = {id(weight) for _, module in view.find(adapted_modules) for weight in idle_weights(module)}
+    holders = (each for module in view.modules for each in (module, *module._parameters.values()) if each is not None)
+    scales = dict.fromkeys(scale for holder in holders for scale in _scales(holder))
+    for weight in (*view.root.parameters(), *view.root.buffers(), *scales):
+        whole = weight.to(device).full_tensor() if isinstance(weight, DTensor) else weight  # type: ignore[attr-defined]
+        if id(weight) not in idle:  # gathered anyway, because it may work on another rank
+            yield whole
+
+
+def _scales(holder: Any) -> Iterator[Tensor]:
+    """Yields the scales that a module, a weight, or a state of bitsandbytes has as attributes."""
+    own = vars(holder)
+    for name in sorted(own.keys() & {"absmax", "code", "offset", "CB", "SCB", "quant_state", "state", "state2"}):
+        if isinstance(value := own[name], Tensor):
+            yield value
+        elif type(value).__module__.startswith("bitsandbytes"):
+            yield from _scales(value)
 
 
 def _file(rank: int, ranks: int) -> str:

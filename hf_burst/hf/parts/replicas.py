@@ -126,11 +126,8 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 def _checksum(model: nn.Module) -> Tensor:
     """Returns a checksum of the names, shapes, dtypes and values of parameters: a scalar `torch.LongTensor`, which the
     host need not wait for."""
-    text, sums = "", dict[torch.device, list[Tensor]]()
+    text, weights = "", list[Tensor]()
     for name, parameter in model.named_parameters():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
-        if _is_replicated(parameter):
-            own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)
-            sums.setdefault(parameter.device, []).append(own)
-    totals = [torch.stack(own).sum() for own in sums.values()] or [torch.zeros((), dtype=torch.int64)]
-    return torch.stack([total.to(totals[0].device) for total in totals]).sum() + zlib.crc32(text.encode())
+        weights += [parameter] * _is_replicated(parameter)
+    return sum_of_bits(weights) + zlib.crc32(text.encode())
