@@ -41,9 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is never garbage: collections, of which trainers make many, need not look through it."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What was imported is never garbage: collections, of which trainers make many, need not look through it. Ranks are
+    forks of this process as it is now."""
     gc.freeze()
+    if session.testscollected:  # not in the process that only tells others what to run
+        forked()
 
 
 @pytest.fixture(scope="module")  # ranks grow with what they compute
