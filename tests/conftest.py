@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 import pytest
@@ -41,13 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what captures warnings and logs
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """What was imported is never garbage: collections, of which trainers make many, need not look through it. Ranks are
     forks of this process as it is now."""
     gc.freeze()
     if session.testscollected:  # not in the process that only tells others what to run
         forked()
+    return (yield)
 
 
 @pytest.fixture(scope="module")  # ranks grow with what they compute

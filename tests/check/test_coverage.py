@@ -123,8 +123,8 @@ def compare_seeing(rank: int, size: int, name: str) -> Verdict:
     ("name", "argument"),
     [
         ("Gemma2ForCausalLM", "softcap"),
-        ("GptOssForCausalLM", "s_aux"),
-        ("Llama4ForCausalLM", "attention_mask"),
+        pytest.param("GptOssForCausalLM", "s_aux", marks=pytest.mark.full),
+        pytest.param("Llama4ForCausalLM", "attention_mask", marks=pytest.mark.full),
     ],
 )
 def test_the_comparison_sees_what_attention_forgets(ranks: Callable[[int], RankPool], name: str, argument: str) -> None:

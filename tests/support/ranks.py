@@ -11,7 +11,6 @@ its own, as ranks of users do, and as those of the tests that are launched.
 
 import faulthandler
 import gc
-import logging
 import os
 import sys
 import time
@@ -33,6 +32,14 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
 
 _GRACE = 30.0  # seconds for the others when a rank has raised
+_IMPORTED = [  # what ranks import, if pytest did not for the tests that were chosen
+    "peft",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
+]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its workers would outlive a rank and keep pytest from ending
@@ -51,28 +58,28 @@ class RankError(Exception):
 @cache
 def forked() -> BaseContext:
     """Starts processes as forks of a server, which is a fork of this process as it is with the first call."""
-    resource_tracker.ensure_running()  # a program
-    with mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):  # else one that imports all anew
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    resource_tracker.ensure_running()  # a program of its own
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):
         forkserver.ensure_running()
-    return mp.get_context("forkserver")
+    return context
 
 
 def _fork_server(path: str, arguments: list[str], passed: list[int]) -> int:
-    """Forks a process that serves forks until this one ends, and returns its id."""
+    """Forks this process instead of starting a program that imports all anew; the fork runs what that one would."""
     process = os.fork()
     if process:
         return process
     try:
-        first, second = sorted(passed)
-        for begin, end in ((3, first), (first + 1, second), (second + 1, os.sysconf("SC_OPEN_MAX"))):
-            os.closerange(begin, end)  # pipes of this process, which must see their ends
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's, nor its handlers
-        logging.getLogger().handlers.clear()
-        os.environ.update(_ENVIRONMENT)
-        # which were read from the environment
+        for each in set(map(int, os.listdir("/dev/fd"))) - {0, 1, 2, *passed}:
+            os.dup2(2, each, inheritable=False)  # pipes, whose ends others wait for, and pytest's files
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS="1")
+        # what was read from the environment
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         torch._inductor.config.compile_threads = 1
-        forkserver.main(*passed, [])
+        exec(arguments[-1])
     finally:
         os._exit(0)
 

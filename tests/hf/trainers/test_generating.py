@@ -295,6 +295,7 @@ FULL = (
     "truncated, shared",
     "rloo, truncated",
     "2 x 2",
+    "3 ranks, iterations",
     "what waits, and what fails",
     "server beside rollouts, fsdp2",
 )
