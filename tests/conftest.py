@@ -41,13 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of what captures warnings and logs
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest adds its handlers of logs
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """What was imported is never garbage: collections, of which trainers make many, need not look through it. Ranks are
     forks of this process as it is now."""
     gc.freeze()
     if session.testscollected:  # not in the process that only tells others what to run
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks write is shown with the test that fails
         forked()
+        capture.suspend_global_capture()
     return (yield)
 
 

@@ -299,7 +299,7 @@ def wrapped(rank: int, size: int, name: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param("modernbert", "compile", marks=pytest.mark.slow),
+        pytest.param("modernbert", "compile", marks=pytest.mark.full),
         ("bert", "lora"),
         ("bert", "checkpointing"),
         ("modernbert", "sparse_prediction"),
