@@ -287,7 +287,7 @@ def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> 
     "case",
     [
         pytest.param(Case(1, 2, "padded"), marks=pytest.mark.full),
-        Case(1, 2, "packed", lora=True, checkpointing=True, explicit=True),
+        pytest.param(Case(1, 2, "packed", lora=True, checkpointing=True, explicit=True), marks=pytest.mark.full),
         pytest.param(Case(2, 2, "packed", reshard=False), marks=pytest.mark.full),
         Case(2, 2, "padded", explicit=True, replicas=2),
         pytest.param(Case(4, 1, "packed", replicas=2), marks=pytest.mark.full),

@@ -588,7 +588,7 @@ def attend_and_compare_inputs(rank: int, size: int, case: Case) -> list[str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_tensors_of_the_user_stay_as_they_are(ranks, size, dtype, schedule):
     case = fitting(size, [Case(PACKED, schedule=schedule, dtype=dtype, window=9)])[0]
     if size == 1:
@@ -885,7 +885,10 @@ def ask_for_capacity(rank: int, size: int, case: Case) -> list:
     return exchange.asked
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *PRODUCTS[4]])
+@pytest.mark.parametrize(
+    "schedule",
+    [*SCHEDULES, *(pytest.param(name, marks=[pytest.mark.full] * (name != "ulysses_2+burst")) for name in PRODUCTS[4])],
+)
 def test_all_ranks_publish_alike_and_ask_for_as_much_capacity(ranks, schedule):
     """Also where some of them leave rounds out: their buffers grow together, and their barriers meet."""
     for documents in (((0, 12, 40, 48, 64),), ((0, 64),), tuple(tuple(range(65)) for _ in range(2))):

@@ -310,8 +310,14 @@ def wrapped(rank: int, size: int, how: str, name: str, batch: Batch) -> Result:
     return loss, {name.removeprefix("module."): value for name, value in whole.items()}
 
 
-@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"])
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("LlamaModel", "fsdp2"), ("LlamaForCausalLM", "fsdp2"), ("LlamaForSequenceClassification", "ddp")),
+        *(pytest.param(name, "ddp", marks=pytest.mark.full) for name in ("LlamaModel", "LlamaForCausalLM")),
+        pytest.param("LlamaForSequenceClassification", "fsdp2", marks=pytest.mark.full),
+    ],
+)
 def test_through_wrappers(ranks: Ranks, how: str, name: str) -> None:
     batch = rows("padded")
     expected = result(make(name), alone, batch, "mean")

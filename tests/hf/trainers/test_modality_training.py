@@ -122,8 +122,8 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
     pytest.param(Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True), marks=pytest.mark.full),
     pytest.param(Case("SFTTrainer", "padded", model="Llava", data=2), marks=pytest.mark.full),
-    Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
-    pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.slow),  # a pair at a time
+    pytest.param(Case("DPOTrainer", model="Llava", lora=True), marks=pytest.mark.slow),  # pairs of images, row by row
+    pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.full),  # a pair at a time
 ]
 
 

@@ -133,7 +133,6 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 QUICK = (
     "completion only",
-    "several losses",
     "reference without adapters in advance",
     "kto without adapters",
 )
