@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 
 import pytest
@@ -41,9 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(f"in Transformers {version} {why}"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is never garbage: collections, of which trainers make many, need not look through it."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest adds its handlers of logs
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """What was imported is never garbage: collections, of which trainers make many, need not look through it. Ranks are
+    forks of this process as it is now."""
     gc.freeze()
+    if session.testscollected:  # not in the process that only tells others what to run
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks write is shown with the test that fails
+        forked()
+        capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.fixture(scope="module")  # ranks grow with what they compute

@@ -131,7 +131,8 @@ def compare(ranks: Ranks, size: int, name: str, chosen: list[tuple[str, str]], d
         ranks(size).run(compare_with_one_process, name, chosen, expected)
 
 
-SOME = [("llama", 1), ("gpt2", 2), *((name, 3) for name in models.NAMES if name != "gpt2")]
+LATER = ("gpt2", "llama_linear", "llama_llama3")  # two positions that differ from those of others by numbers alone
+SOME = [("llama", 1), ("gpt2", 2), *((name, 3) for name in models.NAMES if name not in LATER)]
 EVERY = [(name, size) for name in models.NAMES for size in (1, 2, 3, 4)]
 
 
@@ -139,12 +140,13 @@ EVERY = [(name, size) for name in models.NAMES for size in (1, 2, 3, 4)]
     ("name", "size"), [*SOME, *(pytest.param(*case, marks=pytest.mark.full) for case in EVERY if case not in SOME)]
 )
 def test_loss_logits_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int) -> None:
-    """Of llama everything; of the others a third over each of 1 to 3 ranks, another one each, and all over 4."""
+    """Of llama everything over ranks; of the others a third over each of 1 to 3 ranks, another one each, and all over
+    4."""
     kinds = KINDS if name in ("llama", "mistral") else ("plain", "packed")
     if name in LONGEST:  # documents one by one are not as long as the batch
         kinds = ("plain", "left")
     chosen = list(itertools.product(kinds, SCHEDULES))
-    if name != "llama" and size < 4:
+    if size == 1 or (name != "llama" and size < 4):
         chosen = chosen[(models.NAMES.index(name) + size) % 3 :: 3]
     compare(ranks, size, name, chosen, torch.float64)
 
@@ -155,7 +157,7 @@ def test_float32_equals_one_process(ranks: Ranks) -> None:
 
 def train_on_short_rows(rank: int, size: int, keep: float) -> None:
     """Fewer tokens than chunks, down to one, beside one process."""
-    lengths = (1, 2, 3, 5, 6, 7, 10, 13, 15, 26)
+    lengths = (1, 2, 5, 6, 7, 13, 26)
     model = models.make_model("llama", torch.float64).train()
     model.gradient_checkpointing_enable()
     for length in lengths if keep == 1 else lengths[-2:]:

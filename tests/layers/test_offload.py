@@ -495,7 +495,7 @@ def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     assert len(home.free) == home.size // home.page_bytes
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 2])
 @small_pages()
 def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
     batch, found, freed, norms = models.make_batch("plain", LENGTH), [], [], []

@@ -87,8 +87,13 @@ def test_the_keys_of_a_mask_are_the_pairs_of_its_definition(mask):
         assert first <= query < last
 
 
-@pytest.mark.parametrize("rotating", ROTATING)
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("window", "rotating"),
+    [
+        *((None, "q"), (40, "kv")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((None, "kv"), (40, "q"))),
+    ],
+)
 def test_64_ranks_on_a_laptop(rotating, window):
     length = 64 * 4 + 37
     documents = (0, 1, 2, 100, 101, 199, length)

@@ -85,7 +85,7 @@ def answers(rank: int, size: int) -> list[scoring.Score]:
     return rows, scoring.score_answers(model, rows.tolist(), [1, 7, 4])
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.full) for size in (1, 2)), 3])
 def test_answers_over_ranks_equal_one_process(ranks: Callable[[int], RankPool], size: int) -> None:
     for rows, scores in ranks(size).run(answers):
         model = models.make_model("llama", torch.float64).eval()

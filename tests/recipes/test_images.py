@@ -1,8 +1,6 @@
 """Recipes on chats about images: labels, lengths, packing, evaluation, and the drawings for CPUs."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor, ProcessorMixin
 
-from tests.support import conversations
+from tests.support import conversations, scripts
 from tests.support.ranks import RankPool, reset_accelerate
 
 pytest.importorskip("trl")
@@ -388,25 +386,11 @@ def test_adapters_are_merged_with_the_processor(drawn: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_config_for_cpus(tmp_path: Path) -> None:
-    """By the commands of its file: the loss falls, and the folder can be evaluated."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    recipes, launch = ROOT / "recipes", [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    launch += ["--config_file", str(recipes / "configs/accelerate_2_processes.yaml")]
-
-    def run(*command: Any) -> str:
-        words = list(map(str, command))
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        return done.stdout
-
-    run(sys.executable, recipes / "shapes.py", "outputs/shapes")
-    config = recipes / "configs/sft_images_cpu.yaml"
-    said = run(
-        *[*launch, recipes / "sft.py", "--config", config, "--dataset", "outputs/shapes/chats.jsonl"],
-        *["--num_train_epochs", "1"],
-    )
+    """By the scripts of its file: the loss falls, and the folder can be evaluated."""
+    scripts.run_alone("recipes/shapes.py", [str(tmp_path / "outputs/shapes")])
+    words = ["--config", str(ROOT / "recipes/configs/sft_images_cpu.yaml"), "--num_train_epochs", "1"]
+    words += ["--dataset", "outputs/shapes/chats.jsonl"]
+    said = scripts.run_by_ranks(2, "recipes/sft.py", words, tmp_path)
     assert "next: load it: AutoModelForImageTextToText.from_pretrained('outputs/sft_images')" in said
     losses = [
         step["loss"] for step in json.loads((tmp_path / "outputs/sft_images/training_log.json").read_text())["steps"]

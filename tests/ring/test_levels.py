@@ -158,7 +158,8 @@ def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_
 @pytest.mark.parametrize(
     ("nodes", "per_host", "schedule"),
     [
-        *((4, 2, "kv_ring"), (2, 2, "burst")),
+        (2, 2, "burst"),
+        pytest.param(4, 2, "kv_ring", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 2, "kv_ring"), (4, 2, "burst"))),
     ],
 )

@@ -121,7 +121,7 @@ def accesses_on_two_streams(rank: int, size: int, folder: Path, cases: list[Case
     return found
 
 
-@pytest.mark.parametrize("slices", [(1,), (4,), (1, 4)])
+@pytest.mark.parametrize("slices", [*(pytest.param(s, marks=pytest.mark.full) for s in ((1,), (4,))), (1, 4)])
 def test_no_bytes_are_written_too_early_where_passes_change_their_stream(ranks, slices, tmp_path):
     many = [
         Shared(((0, 24),), kernel="reference", schedule="ulysses", heads=(4 * count, 2 * count)) for count in slices

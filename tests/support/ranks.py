@@ -4,34 +4,37 @@ A test gives `run` a module-level function; it runs on every rank as `function(r
 come back as a list. What a rank raises is raised in the test as `RankError`, with all ranks' errors, and a rank that
 does not answer in time ends the whole pool, so a hang is a failure and never a stuck job.
 
-Ranks are forks of a server that has imported what they need, which takes seconds; it runs nothing. Ranks with GPUs are
-started from nothing: each of them hashes strings by a seed of its own, as ranks of users do, and as those of the tests
-that are launched.
+Ranks are forks of a server, which is itself a fork of this process: it has imported all that this process had, which
+takes many seconds, and runs nothing. Ranks with GPUs are started from nothing: each of them hashes strings by a seed of
+its own, as ranks of users do, and as those of the tests that are launched.
 """
 
 import faulthandler
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import Any
 from unittest import mock
 
+import datasets
+import huggingface_hub
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
 
 _GRACE = 30.0  # seconds for the others when a rank has raised
-_IMPORTED = [
-    "tests.ring.test_ring",
-    "tests.support.trainers",
+_IMPORTED = [  # what ranks import, if pytest did not for the tests that were chosen
     "peft",
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
     "trl.trainer.grpo_trainer",
@@ -54,12 +57,31 @@ class RankError(Exception):
 
 @cache
 def forked() -> BaseContext:
-    """Starts processes as forks of the server, which begins to import with the first call."""
+    """Starts processes as forks of a server, which is a fork of this process as it is with the first call."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    with mock.patch.dict(os.environ, {**_ENVIRONMENT, "OMP_NUM_THREADS": "1"}):  # threads do not survive a fork
+    resource_tracker.ensure_running()  # a program of its own
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):
         forkserver.ensure_running()
     return context
+
+
+def _fork_server(path: str, arguments: list[str], passed: list[int]) -> int:
+    """Forks this process instead of starting a program that imports all anew; the fork runs what that one would."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        for each in set(map(int, os.listdir("/dev/fd"))) - {0, 1, 2, *passed}:
+            os.dup2(2, each, inheritable=False)  # pipes, whose ends others wait for, and pytest's files
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS="1")
+        # what was read from the environment
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        torch._inductor.config.compile_threads = 1
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
 
 
 class RankPool:

@@ -39,6 +39,7 @@ CASES = {
     "LlavaForConditionalGeneration": 1,
 }
 LATER = {
+    GEMMA: pytest.mark.full,  # and what is cut wrongly of it is seen
     GEMMA3N: pytest.mark.full,
     "Qwen3_5ForConditionalGeneration": pytest.mark.full,
     "Kosmos2_5ForConditionalGeneration": pytest.mark.full,
@@ -82,7 +83,7 @@ def test_text_is_exact(ranks: Ranks, name: str) -> None:
     ("name", "broken"),
     [
         (GEMMA, "inputs_embeds"),
-        (QWEN, "position_ids"),
+        pytest.param(QWEN, "position_ids", marks=pytest.mark.full),
         pytest.param(GEMMA3N, "per_layer_inputs", marks=pytest.mark.slow),
         pytest.param(GEMMA, "labels", marks=pytest.mark.full),
     ],

@@ -80,7 +80,7 @@ def test_layers_make_room(ranks: Ranks, size: int) -> None:
     [
         ("mistral", True, True),  # windows
         ("GptOssForCausalLM", True, False),  # sinks; its experts ask which tokens they have
-        ("Gemma2ForCausalLM", False, True),  # soft-capping
+        pytest.param("Gemma2ForCausalLM", False, True, marks=pytest.mark.full),  # soft-capping
         ("Llama4ForCausalLM", True, False),  # scales queries by their positions, which it counts in Python
         pytest.param("DeepseekV3ForCausalLM", True, False, marks=pytest.mark.full),  # latent keys; experts
         ("Gemma4ForConditionalGeneration", True, True),  # a wrapper, whose layers share keys
@@ -97,7 +97,7 @@ def test_kinds_of_layers(ranks: Ranks, name: str, padded: bool, played: bool) ->
         ("Qwen3_5", True),
         pytest.param("Lfm2", True, marks=pytest.mark.full),
         pytest.param("KimiLinear", False, marks=pytest.mark.full),  # experts, as above
-        ("GraniteMoeHybrid", False),
+        pytest.param("GraniteMoeHybrid", False, marks=pytest.mark.full),
     ],
 )
 def test_layers_with_a_state(ranks: Ranks, name: str, played: bool) -> None:
@@ -121,7 +121,7 @@ def answer(rank: int, size: int) -> int:
     return OpGraph.played
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_questions_to_a_memory(ranks: Ranks, size: int) -> None:
     found = [answer(0, 1)] if size == 1 else ranks(size).run(answer)
     assert found == [pieces(size, tokens=TOKENS + 1)] * size, "the questions have made room"

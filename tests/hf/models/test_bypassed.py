@@ -174,9 +174,9 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
 @pytest.mark.parametrize(
     ("change", "size"),
     [
-        *((replace_class, 1), (replace_one, 2), (replace_module, 1)),
+        *((replace_class, 1), (replace_one, 2)),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((replace_class, 2), (replace_one, 1))),
-        pytest.param(replace_module, 2, marks=pytest.mark.full),
+        *(pytest.param(replace_module, size, marks=pytest.mark.full) for size in (1, 2)),
     ],
 )
 def test_attention_that_does_not_arrive_is_an_error(ranks: Ranks, size: int, change: Change) -> None:
@@ -363,8 +363,13 @@ def change_between_passes(rank: int, size: int, change: Change, name: str) -> No
         compare(rank, size, model, plain, batch)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        *((change, 2) for change in CHANGES),
+        *(pytest.param(change, 1, marks=[pytest.mark.full] * (change is not append_layer)) for change in CHANGES),
+    ],
+)
 def test_what_is_changed_after_patching_is_seen(ranks: Ranks, size: int, change: Change) -> None:
     run(ranks, size, change_between_passes, change, CHANGES[change])
 
@@ -519,7 +524,13 @@ def serve(rank: int, size: int, change: Change, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "name", "size"),
     [
-        pytest.param(change, name, size, marks=[pytest.mark.full] * ((size == 1) != (name == "zamba")))
+        pytest.param(
+            change,
+            name,
+            size,
+            marks=[pytest.mark.full] * (size == 1 or name == "zamba" or change in (copy_model, checkpoint_reentrant))
+            + [pytest.mark.slow] * (change is compile_layers),
+        )
         for change, name in SERVED
         for size in (1, 2)
     ],

@@ -163,7 +163,7 @@ def cut_inside(rank: int, size: int, kinds: tuple[str, ...]) -> None:
         assert not model.model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_model_is_cut_at_the_model_inside(ranks: Ranks, size: int) -> None:
     kinds = ("plain", "packed", "right", "left")
     if size == 1:

@@ -84,7 +84,9 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.full] * (n in ("Mixtral", "Qwen3Moe", "Glm4Moe"))) for n in FAMILIES]
+)
 def test_all_experts_are_quantized_and_read_as_a_layer_needs_them(
     family: str, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,7 +222,7 @@ def test_loss_and_gradients_equal_one_process(
     ranks(size).run(compare, saved(family), kind, tile, checkpointing)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("family", [pytest.param("Qwen3Moe", marks=pytest.mark.full), "Mixtral", "DeepseekV3"])
 def test_blocks_of_experts_are_tiled_as_a_whole(saved: Saved, family: str, caplog: pytest.LogCaptureFixture) -> None:
     batch, folder = models.make_batch("plain"), saved(family)
     plain, model = adapted(load(folder)).train(), adapted(load(folder)).train()

@@ -46,10 +46,13 @@ def compare(rank: int, size: int, name: str, chosen: list[tuple[str, str]], expe
         compare_with_one_process(rank, size, name, chosen, expected)
 
 
+ALWAYS = ((1, "bert"), (3, "modernbert"))
+
+
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[pytest.mark.full] * (models.MASKED.index(name) + 1 != size))
+        pytest.param(size, name, marks=[pytest.mark.full] * ((size, name) not in ALWAYS))
         for size in (1, 2, 3, 4)
         for name in models.MASKED
     ],
@@ -89,7 +92,7 @@ def evaluate(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     return {"loss": trainer.evaluate()["eval_loss"], "logits": predictions.predictions, "labels": predictions.label_ids}
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("modernbert", marks=pytest.mark.full)])
 def test_evaluation_and_prediction(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case = Case(model=name, data=2)
     alone = evaluate(0, 1, str(tmp_path), case.alone)
@@ -299,7 +302,7 @@ def wrapped(rank: int, size: int, name: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param("modernbert", "compile", marks=pytest.mark.slow),
+        pytest.param("modernbert", "compile", marks=pytest.mark.full),
         ("bert", "lora"),
         ("bert", "checkpointing"),
         ("modernbert", "sparse_prediction"),

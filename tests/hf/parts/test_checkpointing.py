@@ -82,7 +82,7 @@ def keep_parts(
             hf_burst.unpatch_model(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3))])
 def test_what_is_kept_is_not_computed_again(ranks: Ranks, size: int) -> None:
     if size == 1:
         keep_parts(0, 1, "llama", ("plain", "packed"), [("auto", keep) for keep in (0.0, 0.25, 0.5, 0.75, 1.0)])

@@ -88,7 +88,7 @@ def draw_masks(rank: int, size: int) -> None:
             assert abs(share - (1 - RATE)) < 5 * (RATE * (1 - RATE) / (size * mask.numel())) ** 0.5, path
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_masks_are_the_ranks_own_and_can_be_repeated(ranks: Ranks, size: int) -> None:
     ranks(size).run(draw_masks)
 
@@ -102,7 +102,7 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def leave_the_stream_alone(rank: int, size: int) -> None:
+def leave_the_stream_alone(rank: int, size: int, compiled: bool) -> None:
     batch = models.make_batch("plain")
     for model, training in ((gpt2_with(0.0), True), (gpt2_with(RATE), False), (models.make_model("llama"), True)):
         models.patch(model).train(training)
@@ -114,13 +114,12 @@ def leave_the_stream_alone(rank: int, size: int) -> None:
     torch.manual_seed(3)
     torch.randint(2**63 - 1, ())
     state = torch.get_rng_state()
-    for compiled in (False, True):
-        if compiled:
-            model.compile(backend="eager")
-        torch.manual_seed(3)
-        with pytest.raises(RuntimeError, match="broken"):
-            model(**batch)
-        assert torch.equal(torch.get_rng_state(), state), "an error in the forward pass keeps the stream"
+    if compiled:
+        model.compile(backend="eager")
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError, match="broken"):
+        model(**batch)
+    assert torch.equal(torch.get_rng_state(), state), "an error in the forward pass keeps the stream"
     hf_burst.unpatch_model(model)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
@@ -133,8 +132,9 @@ def leave_the_stream_alone(rank: int, size: int) -> None:
     assert torch.equal(torch.get_rng_state(), state), "a pass that was interrupted ends with the patch"
 
 
-def test_the_outer_stream_is_left_alone(ranks: Ranks) -> None:
-    ranks(2).run(leave_the_stream_alone)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_outer_stream_is_left_alone(ranks: Ranks, compiled: bool) -> None:
+    ranks(2).run(leave_the_stream_alone, compiled)
 
 
 def train_with_checkpointing(rank: int, size: int) -> None:

@@ -41,7 +41,7 @@ def on_ranks(rank: int, size: int, family: str) -> tuple[Result, int]:
     return train(family, patched=True)
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "Llava", "Qwen2_5_VL"])
+@pytest.mark.parametrize("family", [pytest.param("Gemma3", marks=pytest.mark.full), "Llava", "Qwen2_5_VL"])
 def test_a_frozen_tower_runs_once(ranks: Ranks, family: str) -> None:
     wanted, plain_runs = train(family, patched=False)
     found = ranks(2).run(on_ranks, family)

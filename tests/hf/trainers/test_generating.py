@@ -288,6 +288,7 @@ SLOW = (
     "server, rloo",
     "server, fsdp2",
     "colocated",
+    "rollouts by threads",
 )
 SLOW += ("tools", "images, rloo", "reward model", "2 x 2, generated", "rloo, 3 ranks")
 FULL = (
@@ -295,6 +296,7 @@ FULL = (
     "truncated, shared",
     "rloo, truncated",
     "2 x 2",
+    "3 ranks, iterations",
     "what waits, and what fails",
     "server beside rollouts, fsdp2",
 )

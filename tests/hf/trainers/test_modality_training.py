@@ -43,7 +43,7 @@ GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGenerat
 IN_LANGUAGE_MODEL = r".*\.language_model\..*\.(q|v)_proj"
 CASES = [  # one process mixes packed documents in Qwen2.5-VL, whose masks are made without position ids
     Case("SFTTrainer", "packed", model=GEMMA),
-    Case("SFTTrainer", "padded", lora=True, checkpointing=True, model=QWEN),
+    pytest.param(Case("SFTTrainer", "padded", lora=True, checkpointing=True, model=QWEN), marks=pytest.mark.full),
     pytest.param(Case("SFTTrainer", "padded", lora=True, data=2, model=GEMMA), marks=pytest.mark.full),
     pytest.param(Case("Trainer", "padded", checkpointing=True, model=QWEN), marks=pytest.mark.full),
 ]
@@ -122,8 +122,8 @@ SEEING = [
     Case("SFTTrainer", "padded", model="Llava"),
     pytest.param(Case("SFTTrainer", "padded", model="Llava", lora=True, checkpointing=True), marks=pytest.mark.full),
     pytest.param(Case("SFTTrainer", "padded", model="Llava", data=2), marks=pytest.mark.full),
-    Case("DPOTrainer", model="Llava", lora=True),  # pairs of several images, row by row
-    pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.slow),  # a pair at a time
+    pytest.param(Case("DPOTrainer", model="Llava", lora=True), marks=pytest.mark.slow),  # pairs of images, row by row
+    pytest.param(Case("DPOTrainer", model="Llava", lora=True, data=2), marks=pytest.mark.full),  # a pair at a time
 ]
 
 

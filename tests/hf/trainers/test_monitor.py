@@ -173,7 +173,13 @@ def test_passes_without_gradients_do_not_stop_the_clock(ranks: Ranks, tmp_path: 
     assert ranks(2).run(watched, str(tmp_path)) == [layers * passes] * 2
 
 
-@pytest.mark.parametrize("case", [Case("SFTTrainer", "packed", data=2), Case("SFTTrainer", "padding_free", lora=True)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("SFTTrainer", "packed", data=2),
+        pytest.param(Case("SFTTrainer", "padding_free", lora=True), marks=pytest.mark.full),
+    ],
+)
 def test_tokens_of_trl(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     """As SFTTrainer counts them, whose numbers are those of all steps so far."""
     logs, before = ranks(case.ranks).run(watch, str(tmp_path), case, {}), 0

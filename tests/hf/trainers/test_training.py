@@ -168,7 +168,9 @@ def gather_in_evaluation(rank: int, size: int, folder: str, case: Case, name: st
     return [*found, seen, as_tensors(tuple(predicted[:2])), predicted.metrics["test_loss"]]
 
 
-@pytest.mark.parametrize("name", [pytest.param("seq2seq", marks=pytest.mark.full), *[*GATHERED][1:]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in ("seq2seq", "lists of batches"))) for n in GATHERED]
+)
 def test_evaluation_gathers_a_group_once(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Whatever gathers, in order, and with the rows that plain data parallelism has twice."""
     case = Case(data=2)
@@ -226,11 +228,11 @@ def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) ->
     ("trainer", "kind", "data"),
     [
         ("Trainer", "torch", 1),
-        ("Trainer", "datasets", 2),
-        ("SFTTrainer", "datasets", 1),
+        ("SFTTrainer", "datasets", 2),
+        pytest.param("Trainer", "datasets", 2, marks=pytest.mark.full),
+        pytest.param("SFTTrainer", "datasets", 1, marks=pytest.mark.full),
         pytest.param("Trainer", "torch", 2, marks=pytest.mark.full),
         pytest.param("Trainer", "datasets", 1, marks=pytest.mark.full),
-        pytest.param("SFTTrainer", "datasets", 2, marks=pytest.mark.full),
     ],
 )
 def test_iterable_datasets(ranks: Ranks, tmp_path: Path, trainer: str, kind: str, data: int) -> None:
@@ -256,7 +258,10 @@ def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[
     return found
 
 
-@pytest.mark.parametrize(("kind", "dispatch"), [("torch", None), ("torch", True), ("datasets", None)])
+@pytest.mark.parametrize(
+    ("kind", "dispatch"),
+    [("torch", None), ("torch", True), pytest.param("datasets", None, marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, dispatch: bool | None, data: int) -> None:
     """Each rank reads its batches, even where accelerate is asked to dispatch them."""
@@ -483,7 +488,9 @@ def train_without_labels(rank: int, size: int, folder: str, case: Case) -> dict[
     return trainers.finish(made)
 
 
-@pytest.mark.parametrize("trainer", ["SFTTrainer", pytest.param("DPOTrainer", marks=pytest.mark.full), "KTOTrainer"])
+@pytest.mark.parametrize(
+    "trainer", ["SFTTrainer", *(pytest.param(t, marks=pytest.mark.full) for t in ("DPOTrainer", "KTOTrainer"))]
+)
 def test_trl_goes_on_where_no_label_counts(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
     case = Case(trainer)
     wanted = train_without_labels(0, 1, str(tmp_path), case.alone)

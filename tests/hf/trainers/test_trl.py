@@ -133,7 +133,6 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 QUICK = (
     "completion only",
-    "several losses",
     "reference without adapters in advance",
     "kto without adapters",
 )
@@ -181,7 +180,7 @@ def train_experts(rank: int, size: int, folder: str, case: Case) -> dict[str, An
     return trainers.finish(make_trainer(case, folder, model=model))
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_mixtures_of_experts(ranks: Ranks, tmp_path: Path, explicit: bool) -> None:
     case = Case("SFTTrainer", explicit=explicit)
     wanted = train_experts(0, 1, str(tmp_path), case.alone)
@@ -357,7 +356,7 @@ def classify(rank: int, size: int, folder: str, case: Case, average: bool) -> di
     return trainers.finish(trainer)
 
 
-@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_classification_by_trainer_equals_one_process(ranks: Ranks, tmp_path: Path, average: bool) -> None:
     case = Case("Trainer", burst=2)
     wanted = classify(0, 1, str(tmp_path / "alone"), case.alone, average)
