@@ -250,12 +250,13 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     sheet = gpu_named(torch.cuda.get_device_name(0) if here else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
     if here:
+        from ..kernels.ffpa import FfpaKernel
         from ..layers.host_limits import gpus_of_host, host_memory
 
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
         memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
-        capacity = Capacity(int(memory), share, per_host)
+        capacity = Capacity(int(memory), share, per_host, ffpa=FfpaKernel().unavailable(512, 512) is None)
     if arguments.host_memory is not None:
         if not 0 <= arguments.host_memory < 2**30:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ..plan.layer_sizes import keeping
 from ..plan.memory_levels import TUNING
@@ -122,7 +123,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     gradients = training.trained(model) * number / shards
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     spread = spread_of(model, training, capacity.ranks_per_host)
-    one, every = _activations(model, training, spread, capacity.on_gpu)
+    one, every = _activations(model, training, spread, capacity)
     # bytes of a layer as it is gathered
     unit = (2 * (model.weights - model.unused - table) - training.saved(model)) / model.layers
     states = tokens * model.hidden
@@ -211,7 +212,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     return tuple(counts)
 
 
-def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
+def _activations(model: ModelSize, training: Training, spread: Spread, capacity: Capacity) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens = training.tokens
     fused = training.fused
@@ -240,7 +241,11 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     one = max(one, tokens * model.recurrent_backward())
     if model.patterns:
-        one = max(one, tokens * model.attention_backward(keep, spread.slices, on_gpu))
+        longest = max(stop - start for start, stop in pairwise(training.bounds))
+        document = min(1.0, longest / tokens) if len(training.bounds) > 2 else 0.0
+        wide = capacity.on_gpu, capacity.ffpa, document
+        blocks = model.key_blocks if capacity.on_gpu and not capacity.ffpa else 0
+        one = max(one, tokens * model.attention_backward(keep, spread.slices, *wide) + blocks)
     mean = model.elements(fused) + model.hidden
     if training.in_tiles:
         mean -= model.inner * (3 if fused else 4)

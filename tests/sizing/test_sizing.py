@@ -4,6 +4,7 @@ import re
 import socket
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.view import ModelView
+from hf_burst.kernels import BackwardInputs, Band, Kernel, Scores
+from hf_burst.kernels.ffpa import FfpaKernel
+from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
 from hf_burst.sizing.memory import estimate_memory
@@ -42,6 +46,7 @@ from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touc
 from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
+from tests.support.live_memory import LiveMemory
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
@@ -90,6 +95,76 @@ def test_wide_heads_have_gradients_of_keys_for_every_query_head() -> None:
         sums = model.attention_backward(1.0, 1) - row
         taken.append(sums - 4 * model.queries - 4 * 2 * model.keys * (kv_heads < 24))
     assert taken == [pytest.approx(16304, rel=0.01), 0, 0]
+
+
+class Allocating:
+    """The libraries of wide heads, as far as they allocate. Sizes of blocks are those of aten's kernel for heads above
+    128 on Ampere and newer."""
+
+    blocks = 128, 64  # of queries, of keys
+
+    def _efficient_attention_backward(self, dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+        dout = dout.contiguous()
+        rows, heads = dout.shape[1:3]
+        gradients = [like.new_empty(like.shape) for like in (q, k, v)]
+        delta = q.new_empty(q.shape[0], heads, rows, dtype=torch.float32)
+        splits = max(1, min(-(-rows // self.blocks[1]), 200 // (q.shape[0] * heads)))
+        kept = splits * self.blocks[1] * (q.shape[3] + v.shape[3])
+        own = -(-rows // self.blocks[0]) * -(-q.shape[3] // self.blocks[1]) * (self.blocks[0] * self.blocks[1] + 4)
+        workspace = q.new_empty(q.shape[0] * heads * (kept + own), dtype=torch.float32)
+        assert len(delta)
+        assert len(workspace)
+        return (*gradients, None)
+
+    def _ffpa_attn_backward_sm90(
+        self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, dq: Any, dk: Any, dv: Any, **_: Any
+    ) -> Any:
+        lse = lse.contiguous()
+        numbers = [q.new_empty(lse.shape, dtype=torch.float32) for _ in range(2)]
+        assert numbers
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("documents", [(), (0, 2048, 4096), (0, 512, 4096)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 1), (8, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("kernel", [TorchEfficientKernel(), FfpaKernel()], ids=lambda kernel: kernel.capabilities.name)
+def test_wide_heads_take_what_their_kernels_allocate(
+    monkeypatch: pytest.MonkeyPatch, kernel: Kernel, heads: tuple[int, int], documents: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(type(kernel), "library", Allocating())
+    own = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 512, "hidden_size": 256}
+    model, length = model_size(LlamaForCausalLM, LlamaConfig(**SIZES | own)), 4096
+    q, dout, out = (torch.empty(1, length, heads[0], 512, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.empty(1, length, heads[1], 512, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.empty(1, length, heads[0])
+    inputs = (q, k, v, dout, out, lse)
+    with LiveMemory(*inputs) as live:
+        before = live.now
+        kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), Band(0, None, documents), Scores(1.0))
+        taken = live.peak - before
+    ffpa = kernel.capabilities.name == "ffpa"
+    document = max(stop - start for start, stop in pairwise(documents)) / length if documents else 0.0
+    beside = 2 * (2 * model.hidden + 2 * model.queries + 2 * model.keys)  # its inputs, and what else the layer has
+    planned = length * (model.attention_backward(1.0, 1, True, ffpa, document) - beside)
+    planned += 0 if ffpa else model.key_blocks
+    assert taken <= planned < 1.02 * taken
+
+
+def test_layers_with_other_heads_are_counted_as_they_are() -> None:
+    """A full layer of Gemma 4 12B has one key head of 512, which no slices share; others eight of 256."""
+    model = model_size(transformers.Gemma4UnifiedForCausalLM, shape_named("gemma-4-12b"))
+    full, window = sorted(model.kinds, key=lambda kind: kind.kv_heads)
+    assert (full.queries, full.keys, window.queries, window.keys) == (8192, 512, 4096, 2048)
+    assert model.attention_backward(1.0, 4) == full.attention_backward(1.0, 1) > window.attention_backward(1.0, 1)
+    assert model.attention_backward(1.0, 1, ffpa=True) < 0.6 * model.attention_backward(1.0, 1)
+    assert model.mixing(True) == 2 * (8192 + 512) - 8192
+    packed = Training(262144, 1, 1, (0, 131072, 262144), lora=16, tiled_mlp=8192)
+    one, several = (estimate_memory(model, how, H200).tensors for how in (replace(packed, documents=()), packed))
+    assert several < one, "documents are computed one by one"
+    by_ffpa = estimate_memory(model, packed, replace(H200, ffpa=True)).tensors
+    assert by_ffpa < several
+    prompt = memory_of_prompt(model, packed, H200)
+    assert prompt.activations == 2.0 * 262144 * (3 * 3840 + 2 * model.head_dim + 2 * (8192 + 512) + 8192)
 
 
 @pytest.mark.parametrize(
