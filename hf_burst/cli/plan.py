@@ -12,6 +12,7 @@ from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
+from ..sizing.memory import LOADING
 from ..sizing.model import NF4, ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
@@ -134,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
-        less = ["more --gpus", *(["fewer tokens"] if most else [])]
+        loading = all(row.fit.memory.moment == LOADING for row in rows)
+        less = ["GPUs of more memory" if loading else "more --gpus", *(["fewer tokens"] if most else [])]
         quantized = training.weights == "4bit"
         helping = {
             "--lora": not training.lora,
@@ -322,7 +324,6 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append("a reference reads all of them, too, which does not count for MFU")
     if training.weights == "4bit" and training.shards > 1:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
-        lines.append("not counted: accelerate loads all weights of 4 bits on every GPU, before FSDP2 shards them")
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 

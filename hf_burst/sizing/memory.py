@@ -7,10 +7,11 @@ from itertools import pairwise
 from ..plan.layer_sizes import keeping
 from ..plan.memory_levels import TUNING
 from .gpus import Capacity
-from .model import ModelSize, Training
+from .model import SCALES, ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
 from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
+LOADING = "the loading of all weights on every GPU, before FSDP2 shards them"
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
 _CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
@@ -135,8 +136,10 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     checkpointed = tokens * training.checkpointing
     kept_input, kept_attention = (checkpointed * kept for kept in model.kept(training, training.itemsize))
     attending = model.attending / layers
+    whole = whole_weights(model, training)
+    scales = SCALES * training.in_4_bits(model)
     at_loss = MemoryEstimate(
-        weights=whole_weights(model, training) / shards,
+        weights=(whole - scales) / shards + scales,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
@@ -151,6 +154,9 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         moment="the loss",
     )
     moments = [at_loss]
+    if sharded and training.weights == "4bit":  # by accelerate, on every GPU; one is in bf16
+        read = 2.0 * max(model.hidden * model.inner, training.quantized_experts * model.fused_in_layer)
+        moments.append(MemoryEstimate(weights=whole, activations=read, moment=LOADING))
     first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     names = {layers: "of the last layer", 1: "of the first layer"}

@@ -9,6 +9,7 @@ from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
 NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
+SCALES = NF4 - 0.5  # of its scales, which FSDP2 does not shard
 Sharded = Literal["fsdp2", "ddp"]
 
 
@@ -204,8 +205,11 @@ class Training(Memory):
 
     def saved(self, model: ModelSize) -> float:
         """Bytes that weights in 4 bits take less than in bf16."""
-        quantized = model.linear + self.quantized_experts * model.fused
-        return (2 - NF4) * quantized if self.weights == "4bit" else 0.0
+        return (2 - NF4) * self.in_4_bits(model)
+
+    def in_4_bits(self, model: ModelSize) -> int:
+        """The weights in 4 bits."""
+        return (self.weights == "4bit") * (model.linear + self.quantized_experts * model.fused)
 
     @property
     def in_tiles(self) -> bool:

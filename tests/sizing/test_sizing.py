@@ -347,10 +347,10 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     assert (sizes := model_size(transformers.DeepseekV3ForCausalLM, dense)).fused == 2 * sizes.fused_in_layer
     kept = []
     for checkpointing, tile in ((True, 0), (False, 0), (False, 1024)):
-        training = Training(16384, 2, 2, weights="4bit", lora=8, checkpointing=checkpointing, tiled_mlp=tile)
+        how = {"weights": "4bit", "lora": 8, "sharded": "ddp", "checkpointing": checkpointing, "tiled_mlp": tile}
+        training = Training(16384, 2, 2, **how)
         both = [estimate_memory(size, replace(training, quantized_experts=on), H200) for on in (False, True)]
         kept.append(round((both[1].activations - both[0].activations) / (2 * size.fused), 2))
-        training = replace(training, sharded="ddp")
         quantized = replace(training, quantized_experts=True)
         reads = (touched(size, quantized) - touched(size, training)) / ((2 + NF4) * size.fused)
         assert reads == pytest.approx(1 if kept[-1] == 1 else 2)
@@ -767,6 +767,16 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
     assert re.search(r"^ +1 x 4 .* does not fit$", report, re.MULTILINE)
 
 
+def test_weights_of_4_bits_are_loaded_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--length", "16k", "--machine", "rtx4090", "--qlora", "--sharded", "fsdp2", "--model"]
+    assert main([*words, "qwen3-32b", "--gpus", "2"]) == 0
+    assert main([*words, "llama-3.3-70b", "--gpus", "4"]) == 1
+    report = capsys.readouterr().out
+    assert "GiB, the most in the loading of all weights on every GPU, before FSDP2 shards them: weights 37.58" in report
+    assert "Give GPUs of more memory.\n" in report
+    assert main([*words, "llama-3.3-70b", "--gpus", "4", "--machine", "h100"]) == 0
+
+
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
     def copied(training: Training) -> float:
         """Seconds of copies of gathered weights."""
@@ -778,7 +788,8 @@ def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) ->
     share = (everything - (2 - 4.127 / 8) * LLAMA.linear) / everything
     assert copied(quantised) / copied(plain) == pytest.approx(share)
     held = [estimate_memory(LLAMA, each, H200).weights for each in (quantised, replace(quantised, sharded="ddp"))]
-    assert held[1] == 2 * held[0]
+    scales = (4.127 - 4) / 8 * LLAMA.linear
+    assert held[1] - scales == pytest.approx(2 * (held[0] - scales)), "which FSDP2 does not shard"
     words = ["plan", "--model", "llama-3.2-1b", "--length", "4096", "--gpus", "2", "--machine", "h200"]
     assert main([*words, "--qlora"]) == 0
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, " in capsys.readouterr().out
