@@ -75,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
     )
     parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora)")
+    parser.add_argument(
+        "--offload-weights",
+        action="store_true",
+        help="FSDP2 keeps weights, gradients and optimizer on the host (fsdp_offload_params)",
+    )
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name, default in vars(Memory()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=chosen)
@@ -143,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--qlora": not quantized,
             "--quantize-experts": quantized and model.fused and not training.quantized_experts,
             "--sharded fsdp2": training.gpus > 1 and training.shards == 1,
+            "--offload-weights": training.shards > 1 and not training.offloaded_weights and not loading,
         }
         less += [option for option, helps in helping.items() if helps]
         limits = f"{capacity.gpu_memory / 2**30:.1f} GiB and {HOST_ROOM:.0%} of the host's"
@@ -189,6 +195,7 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
         reference=arguments.reference,
         sharded=arguments.sharded or ("ddp" if arguments.qlora else "fsdp2"),
         weights=weights,
+        offloaded_weights=arguments.offload_weights,
         quantized_experts=arguments.quantize_experts,
         lora=rank or 0,
         checkpointing=arguments.checkpointing,
@@ -324,6 +331,10 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append("a reference reads all of them, too, which does not count for MFU")
     if training.weights == "4bit" and training.shards > 1:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
+    if training.offloaded_weights:
+        lines.append(
+            "weights, gradients and optimizer lie on the host; seconds of their copies and of AdamW there: not counted"
+        )
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 

@@ -2,6 +2,7 @@
 `hf-burst plan` adds weights, the optimizer, buffers and gaps."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config import Memory
 from .mask import MaskPattern
@@ -50,7 +51,7 @@ class LayerSizes:
     def kinds(self) -> tuple["LayerSizes", ...]:
         """These sizes with the heads of each kind of layer."""
         names = "q_heads", "kv_heads", "head_dim", "value_dim"
-        kinds = (dict(zip(names, heads, strict=True)) for heads in self.heads)
+        kinds: list[dict[str, Any]] = [dict(zip(names, heads, strict=True)) for heads in self.heads]
         return tuple(replace(self, heads=(), **kind) for kind in kinds) or (self,)
 
     @property

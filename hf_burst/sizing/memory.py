@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 from ..plan.layer_sizes import keeping
 from ..plan.memory_levels import TUNING
@@ -90,7 +91,8 @@ def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) ->
     """
     most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
-        gradients = training.trained(model) * training.number / training.shards
+        learning = 0 if training.offloaded_weights else training.trained(model)
+        gradients = learning * training.number / training.shards
         most = replace(
             most,
             gaps=gaps_of(most.tensors - most.held, training, gradients),
@@ -120,7 +122,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         capacity ([`Capacity`]): On what.
     """
     number, shards, tokens = training.number, training.shards, training.tokens
-    sharded, learns, table = shards > 1, not training.lora, model.vocabulary * model.hidden
+    sharded, learns, table = training.gathers, not training.lora, model.vocabulary * model.hidden
     gradients = training.trained(model) * number / shards
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     spread = spread_of(model, training, capacity.ranks_per_host)
@@ -193,6 +195,10 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 moment="the backward pass of the embeddings",
             )
         )
+    if training.offloaded_weights:  # all but scales of 4 bits
+        host = at_loss.host + at_loss.weights - scales + 3 * gradients
+        held: dict[str, Any] = {"weights": scales, "gradients": 0.0, "optimizer": 0.0, "host": host}
+        moments = [each if each.moment == LOADING else replace(each, **held) for each in moments]
     return moments
 
 

@@ -132,6 +132,8 @@ class Training(Memory):
         weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
             the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
             adapters, stored as floats if FSDP2 shards them. Frozen weights are else in bf16.
+        offloaded_weights (`bool`, defaults to `False`): Whether FSDP2 keeps weights, gradients and optimizer on the
+            host (`CPUOffloadPolicy`, accelerate's `fsdp_offload_params`).
         quantized_experts (`bool`, defaults to `False`): Whether experts of three dimensions are in 4 bits, too, see
             [`hf_burst.Experts4bitConfig`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
@@ -154,6 +156,7 @@ class Training(Memory):
     reference: bool = False
     sharded: Sharded = "fsdp2"
     weights: Weights = "bf16"
+    offloaded_weights: bool = False
     quantized_experts: bool = False
     lora: int = 0
     checkpointing: bool = True
@@ -174,6 +177,8 @@ class Training(Memory):
             )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
+        if self.offloaded_weights and self.sharded != "fsdp2":
+            raise ConfigError(f"offloaded_weights is set, and sharded is {self.sharded!r}. Take 'fsdp2'.")
         if self.quantized_experts and self.weights != "4bit":
             raise ConfigError(f"quantized_experts is set, and weights are {self.weights!r}. Take '4bit' (--qlora).")
 
@@ -196,6 +201,11 @@ class Training(Memory):
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
         return self.gpus if self.sharded == "fsdp2" else 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers are put together on a GPU as they run."""
+        return self.shards > 1 or self.offloaded_weights
 
     @property
     def itemsize(self) -> int:

@@ -6,23 +6,23 @@ LINES = {
     ".": 430,
     "attention": 1_231,
     "check": 1_134,
-    "cli": 1_137,
+    "cli": 1_150,
     "hf": 2_408,
     "hf/batches": 1_034,
     "hf/generation": 1_486,
-    "hf/models": 1_413,
+    "hf/models": 1_425,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_545,
+    "kernels": 1_549,
     "layers": 1_721,
-    "plan": 2_175,
+    "plan": 2_230,
     "ranks": 1_361,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_371,
+    "sizing": 1_406,
 }
-NODES, TUPLES, REFUSING, RAISES = 128_955, 0.17, 1_485, 280
+NODES, TUPLES, REFUSING, RAISES = 129_568, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -189,7 +189,7 @@ def test_what_is_shipped_runs(tmp_path: Path, processes: int) -> None:
     only = (
         ["text_24gb*", "reward_1gpu*", "gemma4*", "moe_*"]
         if processes == 1
-        else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*"]
+        else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*", "text_qlora*"]
     )
     out, options = tmp_path / "a/out.json", ["--processes", str(processes), "--limit", "400", "--only", *only]
     if processes == 1:

@@ -39,7 +39,7 @@ from hf_burst.kernels.ffpa import FfpaKernel
 from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
-from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.memory import LOADING, estimate_memory, memory_of_step
 from hf_burst.sizing.model import NF4, Training, rounded
 from hf_burst.sizing.prompts import memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
@@ -775,6 +775,32 @@ def test_weights_of_4_bits_are_loaded_whole(capsys: pytest.CaptureFixture[str]) 
     assert "GiB, the most in the loading of all weights on every GPU, before FSDP2 shards them: weights 37.58" in report
     assert "Give GPUs of more memory.\n" in report
     assert main([*words, "llama-3.3-70b", "--gpus", "4", "--machine", "h100"]) == 0
+
+
+def test_weights_that_wait_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights in fp32: 4 bytes each, of their gradients and twice of the optimizer, too, in halves."""
+    here = Training(16384, 2, 2, weights="fp32")
+    there = replace(here, offloaded_weights=True)
+    before, after = (estimate_memory(LLAMA, how, H200) for how in (here, there))
+    assert (after.weights, after.gradients, after.optimizer) == (0, 0, 0)
+    assert after.host - before.host == 16 * LLAMA.weights / 2
+    assert after.gathered >= 4 * LLAMA.linear / LLAMA.layers, "layers are gathered as before"
+    quantized = replace(there, weights="4bit", lora=16)
+    scales = (4.127 - 4) / 8 * LLAMA.linear
+    moments = memory_of_step(LLAMA, quantized, H200)
+    assert all(moment.weights == pytest.approx(scales) for moment in moments if moment.moment != LOADING)
+    assert max(moment.weights for moment in moments) > 5e9, "on every GPU before they are sharded"
+    words = ["plan", "--model", "qwen3-32b", "--length", "16k", "--gpus", "2", "--machine", "h100", "--weights", "fp32"]
+    assert main(words) == 1
+    assert " or --offload-weights" in capsys.readouterr().out
+    assert main([*words, "--offload-weights", "--host-memory", "400"]) == 0
+    report = capsys.readouterr().out
+    assert (
+        "\nweights, gradients and optimizer lie on the host; seconds of their copies and of AdamW there: not" in report
+    )
+    assert 240 < float(re.search(r"; (\d+\.\d+) of the 400 of its host", report)[1]) < 260
+    with pytest.raises(ConfigError, match=r"offloaded_weights is set, and sharded is 'ddp'\. Take 'fsdp2'"):
+        replace(there, sharded="ddp")
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
