@@ -16,13 +16,13 @@ LINES = {
     "hf/trainers": 1_317,
     "kernels": 1_549,
     "layers": 1_721,
-    "plan": 2_230,
+    "plan": 2_231,
     "ranks": 1_361,
     "recurrent": 1_143,
     "ring": 2_077,
-    "sizing": 1_406,
+    "sizing": 1_407,
 }
-NODES, TUPLES, REFUSING, RAISES = 129_568, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 129_584, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
