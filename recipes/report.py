@@ -169,15 +169,21 @@ def describe(trainer: Trainer) -> str:
 def kernels(trainer: Trainer) -> str:
     """Which kernels run, and what is missing for the published speed."""
     training, config = trainer.args, trainer.model.config.get_text_config()
-    device, heads = training.device, getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    request = KernelRequest(device.type, torch.bfloat16 if training.bf16 else torch.float32, size, size)
-    name, _ = next((each for each in explain_kernels(request) if each[1] is None), ("none", None))
+    device, dtype = training.device, torch.bfloat16 if training.bf16 else torch.float32
+    found = {}
+    for layer in config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]:
+        heads = getattr(layer, "num_attention_heads", None) or 1
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        request = KernelRequest(device.type, dtype, size, size)
+        found[size] = next((kernel for kernel, refusal in explain_kernels(request) if refusal is None), "none")
+    several = len(set(found.values())) > 1
+    names = [f"{kernel} (heads of {size})" if several else kernel for size, kernel in sorted(found.items())]
+    name = ", ".join(dict.fromkeys(names))
     if device.type != "cuda":
         return f"kernels: attention by {name}; published speeds are those of GPUs"
     liger = "the rest by Liger where it knows the model" if training.use_liger_kernel else "the rest by torch"
     lacks = [] if training.use_liger_kernel else ["Liger"]
-    if torch.cuda.get_device_capability(device) >= (9, 0) and name != "flash_attn_4":
+    if torch.cuda.get_device_capability(device) >= (9, 0) and "flash_attn_4" not in found.values():
         lacks.append("flash-attn 4")
     missing = f'; for the published speed {" and ".join(lacks)}: pip install ".[fast]" in a clone' if lacks else ""
     return f"kernels: attention by {name}, {liger}{missing}"

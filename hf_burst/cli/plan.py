@@ -12,6 +12,7 @@ from ..plan import Mask, name_of
 from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
+from ..sizing.memory import LOADING
 from ..sizing.model import NF4, ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
     )
     parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora)")
+    parser.add_argument(
+        "--offload-weights",
+        action="store_true",
+        help="FSDP2 keeps weights, gradients and optimizer on the host (fsdp_offload_params)",
+    )
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name, default in vars(Memory()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=chosen)
@@ -134,13 +140,15 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
-        less = ["more --gpus", *(["fewer tokens"] if most else [])]
+        loading = all(row.fit.memory.moment == LOADING for row in rows)
+        less = ["GPUs of more memory" if loading else "more --gpus", *(["fewer tokens"] if most else [])]
         quantized = training.weights == "4bit"
         helping = {
             "--lora": not training.lora,
             "--qlora": not quantized,
             "--quantize-experts": quantized and model.fused and not training.quantized_experts,
             "--sharded fsdp2": training.gpus > 1 and training.shards == 1,
+            "--offload-weights": training.shards > 1 and not training.offloaded_weights and not loading,
         }
         less += [option for option, helps in helping.items() if helps]
         limits = f"{capacity.gpu_memory / 2**30:.1f} GiB and {HOST_ROOM:.0%} of the host's"
@@ -187,6 +195,7 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
         reference=arguments.reference,
         sharded=arguments.sharded or ("ddp" if arguments.qlora else "fsdp2"),
         weights=weights,
+        offloaded_weights=arguments.offload_weights,
         quantized_experts=arguments.quantize_experts,
         lora=rank or 0,
         checkpointing=arguments.checkpointing,
@@ -250,12 +259,13 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     sheet = gpu_named(torch.cuda.get_device_name(0) if here else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
     if here:
+        from ..kernels.ffpa import FfpaKernel
         from ..layers.host_limits import gpus_of_host, host_memory
 
         device = torch.device("cuda", 0)
         share = host_memory()[0] // max(per_host, gpus_of_host(device))
         memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
-        capacity = Capacity(int(memory), share, per_host)
+        capacity = Capacity(int(memory), share, per_host, ffpa=FfpaKernel().unavailable(512, 512) is None)
     if arguments.host_memory is not None:
         if not 0 <= arguments.host_memory < 2**30:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
@@ -321,7 +331,10 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append("a reference reads all of them, too, which does not count for MFU")
     if training.weights == "4bit" and training.shards > 1:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
-        lines.append("not counted: accelerate loads all weights of 4 bits on every GPU, before FSDP2 shards them")
+    if training.offloaded_weights:
+        lines.append(
+            "weights, gradients and optimizer lie on the host; seconds of their copies and of AdamW there: not counted"
+        )
     return [*lines, (_PRECISION | _OF_ADAPTERS if training.lora else _PRECISION)[training.weights]]
 
 

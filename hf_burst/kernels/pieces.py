@@ -97,10 +97,8 @@ class PiecewiseKernel:
             rows, columns = piece.rows, piece.columns
             if piece.height == q.shape[1] and piece.width == k.shape[1]:
                 return self.backward_piece(piece, inputs, scores, buffers)
-            gradients = self.backward_piece(piece, inputs.cut(rows, columns), scores)
             sums = sums or _wide_zeros(q, k, v)
-            for total, gradient, span in zip(sums, gradients, (rows, columns, columns), strict=True):
-                total[:, span] += gradient
+            _add(sums, self.backward_piece(piece, inputs.cut(rows, columns), scores), piece)
         return sums or _wide_zeros(q, k, v)
 
 
@@ -161,6 +159,12 @@ def blocks(piece: Piece, height: int) -> Iterator[Piece]:
         block = crop(Piece(rows, piece.columns, piece.band.shift(first)))
         if block is not None:
             yield block
+
+
+def _add(sums: Gradients, gradients: Gradients, piece: Piece) -> None:
+    """A function of its own, so that nothing of a piece is left when the next one is computed."""
+    for total, gradient, span in zip(sums, gradients, (piece.rows, piece.columns, piece.columns), strict=True):
+        total[:, span] += gradient
 
 
 def _wide_zeros(q: Tensor, k: Tensor, v: Tensor) -> Gradients:

@@ -1,7 +1,8 @@
 """The sizes of a model's layers, and what a token takes in them. A run estimates its first step by it, and
 `hf-burst plan` adds weights, the optimizer, buffers and gaps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config import Memory
 from .mask import MaskPattern
@@ -30,6 +31,8 @@ class LayerSizes:
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
+        heads (`tuple[tuple[int, int, int, int], ...]`, *optional*): If layers differ, what they have: query heads, key
+            heads, and the sizes of the heads of queries and keys, and of values.
     """
 
     layers: int
@@ -42,6 +45,14 @@ class LayerSizes:
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     norms: float = 0.0
+    heads: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def kinds(self) -> tuple["LayerSizes", ...]:
+        """These sizes with the heads of each kind of layer."""
+        names = "q_heads", "kv_heads", "head_dim", "value_dim"
+        kinds: list[dict[str, Any]] = [dict(zip(names, heads, strict=True)) for heads in self.heads]
+        return tuple(replace(self, heads=(), **kind) for kind in kinds) or (self,)
 
     @property
     def attending(self) -> int:
@@ -57,6 +68,11 @@ class LayerSizes:
     def wide_heads(self) -> bool:
         """Whether its heads are so wide that kernels compute them at other rates, and with other sums."""
         return self.head_dim > 192
+
+    @property
+    def widest_heads(self) -> bool:
+        """Whether its heads are so wide that torch's memory-efficient attention computes them, or ffpa."""
+        return max(self.head_dim, self.value_dim) > 256
 
     @property
     def queries(self) -> int:
@@ -82,8 +98,8 @@ class LayerSizes:
     def mixing(self, elsewhere: bool) -> int:
         """Elements that the widest mixer of a layer keeps: attention, of which the output may be kept `elsewhere`, or a
         recurrence."""
-        attention = 2 * (self.queries + self.keys) - elsewhere * self.queries
-        return max([attention, *(size.elements for size in self.recurrent)])
+        attention = [2 * (kind.queries + kind.keys) - elsewhere * kind.queries for kind in self.kinds]
+        return max([*attention, *(size.elements for size in self.recurrent)])
 
     def elements(self, fused: bool = True, mixing: float | None = None) -> float:
         """Elements that a layer keeps for its backward pass, its input apart: what norms and products are given, what
@@ -96,19 +112,59 @@ class LayerSizes:
         norms = 3 * self.norms if in_fp32 else max(self.norms - self.hidden, self.hidden)
         return (3 if fused else 4) * self.inner + 2 * self.hidden + norms + mixing
 
-    def attention_backward(self, keep: float, slices: int, on_gpu: bool = True) -> float:
+    def attention_backward(
+        self, keep: float, slices: int, on_gpu: bool = True, ffpa: bool = False, document: float = 0.0
+    ) -> float:
         """Bytes while the backward pass of an attention runs, of which a share was kept: what is behind it in the layer
-        is gone. On GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these
-        share. cuDNN, which may take heads of more than 192 elements, has these for every query head in bf16. Those of
-        one of several slices of heads are there in addition to those of all heads."""
-        inputs = self.queries + 2 * self.keys
-        missing = self.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
-        row = 2 * (2 * self.hidden + 2 * inputs + missing + self.queries)
+        is gone. Kernels of GPUs have sums in addition. Those of one of several slices of heads are there in addition to
+        those of all heads.
+
+        Args:
+            keep (`float`): The share.
+            slices (`int`): Of the heads, where each kind of layer has so many key heads.
+            on_gpu (`bool`, defaults to `True`): Whether a kernel of GPUs computes it.
+            ffpa (`bool`, defaults to `False`): Whether ffpa computes the widest heads.
+            document (`float`, defaults to 0.0): Of several documents, the share of the longest one; else 0.
+        """
+        needed = []
+        for kind in self.kinds:
+            inputs = kind.queries + 2 * kind.keys
+            missing = kind.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
+            row = 2 * (2 * kind.hidden + 2 * inputs + missing + kind.queries)
+            own = max(1, min(slices, kind.kv_heads))
+            sums = kind._wide_sums(ffpa, document) if kind.widest_heads else kind._sums()
+            needed.append(row + (sums / own if on_gpu else 0.0) + (2 * inputs / own if own > 1 else 0.0))
+        return max(needed)
+
+    def _sums(self) -> float:
+        """Gradients of the queries in fp32, and of keys and values that several of these share. cuDNN, which may take
+        heads of more than 192 elements, has these for every query head in bf16."""
         shared = 2 * self.keys if self.q_heads > self.kv_heads else 0
         if shared and self.wide_heads:
             shared = max(shared, self.queries)
-        sums = 4 * (self.queries + shared) / slices if on_gpu else 0.0
-        return row + sums + (2 * inputs / slices if slices > 1 else 0.0)
+        return 4.0 * (self.queries + shared)
+
+    def _wide_sums(self, ffpa: bool, document: float) -> float:
+        """What heads above 256 take beside results in bf16. ffpa 0.2.4 makes these, delta and a log-sum-exp. torch's
+        memory-efficient attention (`_efficient_attention_backward` of aten's attention_backward.cu, `workspace_size` of
+        mem_eff_attention/kernel_backward.h) takes contiguous inputs, makes gradients of keys and values for every query
+        head, which are summed in fp32, and has a workspace in fp32 for those of queries. Documents are computed one by
+        one, and their gradients summed in fp32."""
+        results = 2.0 * self.queries + 4 * self.keys
+        call = results + 12 * self.q_heads
+        if not ffpa:
+            every = self.q_heads * (4 * self.head_dim + 2 * self.value_dim)
+            copies = 4 * self.q_heads * self.value_dim if self.kv_heads > 1 else 0
+            call += 4 * self.keys + every + copies + 4 * self.q_heads * (self.head_dim + 1)  # blocks have a header
+        return (4 * (self.queries + 2 * self.keys) + document * call if document else call) - results
+
+    @property
+    def key_blocks(self) -> int:
+        """Bytes in which the same workspace has blocks of 64 keys: aten has 200 of all heads, or one of each."""
+        return max(
+            kind.widest_heads * 4 * 64 * max(200, kind.q_heads) * (kind.head_dim + kind.value_dim)
+            for kind in self.kinds
+        )
 
     def recurrent_backward(self) -> float:
         """Bytes while the backward pass of a recurrent layer runs, with its input and the gradient of its output."""

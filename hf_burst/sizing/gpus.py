@@ -17,12 +17,15 @@ class Capacity:
         ranks_per_host (`int`, defaults to 8): Neighbouring ranks on one host.
         on_gpu (`bool`, defaults to `True`): Whether kernels of GPUs compute, which sum gradients in fp32, and torch's
             caching allocator leaves gaps.
+        ffpa (`bool`, defaults to `False`): Whether ffpa computes heads above 256, else torch's memory-efficient
+            attention, which takes more.
     """
 
     gpu_memory: int
     host_memory: int = 2**37
     ranks_per_host: int = 8
     on_gpu: bool = True
+    ffpa: bool = False
 
 
 class DataSheet(NamedTuple):

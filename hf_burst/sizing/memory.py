@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 from ..plan.layer_sizes import keeping
 from ..plan.memory_levels import TUNING
 from .gpus import Capacity
-from .model import ModelSize, Training
+from .model import SCALES, ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
 from .towers import backward_of_towers, forward_of_towers, kept_by_towers, whole_embeddings
 
+LOADING = "the loading of all weights on every GPU, before FSDP2 shards them"
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
 _CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
@@ -88,7 +91,8 @@ def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) ->
     """
     most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
     if capacity.on_gpu:
-        gradients = training.trained(model) * training.number / training.shards
+        learning = 0 if training.offloaded_weights else training.trained(model)
+        gradients = learning * training.number / training.shards
         most = replace(
             most,
             gaps=gaps_of(most.tensors - most.held, training, gradients),
@@ -118,11 +122,11 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         capacity ([`Capacity`]): On what.
     """
     number, shards, tokens = training.number, training.shards, training.tokens
-    sharded, learns, table = shards > 1, not training.lora, model.vocabulary * model.hidden
+    sharded, learns, table = training.gathers, not training.lora, model.vocabulary * model.hidden
     gradients = training.trained(model) * number / shards
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     spread = spread_of(model, training, capacity.ranks_per_host)
-    one, every = _activations(model, training, spread, capacity.on_gpu)
+    one, every = _activations(model, training, spread, capacity)
     # bytes of a layer as it is gathered
     unit = (2 * (model.weights - model.unused - table) - training.saved(model)) / model.layers
     states = tokens * model.hidden
@@ -134,8 +138,10 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     checkpointed = tokens * training.checkpointing
     kept_input, kept_attention = (checkpointed * kept for kept in model.kept(training, training.itemsize))
     attending = model.attending / layers
+    whole = whole_weights(model, training)
+    scales = SCALES * training.in_4_bits(model)
     at_loss = MemoryEstimate(
-        weights=whole_weights(model, training) / shards,
+        weights=(whole - scales) / shards + scales,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
@@ -150,6 +156,9 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
         moment="the loss",
     )
     moments = [at_loss]
+    if sharded and training.weights == "4bit":  # by accelerate, on every GPU; one is in bf16
+        read = 2.0 * max(model.hidden * model.inner, training.quantized_experts * model.fused_in_layer)
+        moments.append(MemoryEstimate(weights=whole, activations=read, moment=LOADING))
     first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     names = {layers: "of the last layer", 1: "of the first layer"}
@@ -186,6 +195,10 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 moment="the backward pass of the embeddings",
             )
         )
+    if training.offloaded_weights:  # all but scales of 4 bits
+        host = at_loss.host + at_loss.weights - scales + 3 * gradients
+        held: dict[str, Any] = {"weights": scales, "gradients": 0.0, "optimizer": 0.0, "host": host}
+        moments = [each if each.moment == LOADING else replace(each, **held) for each in moments]
     return moments
 
 
@@ -211,7 +224,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     return tuple(counts)
 
 
-def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
+def _activations(model: ModelSize, training: Training, spread: Spread, capacity: Capacity) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens = training.tokens
     fused = training.fused
@@ -240,7 +253,11 @@ def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: b
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     one = max(one, tokens * model.recurrent_backward())
     if model.patterns:
-        one = max(one, tokens * model.attention_backward(keep, spread.slices, on_gpu))
+        longest = max(stop - start for start, stop in pairwise(training.bounds))
+        document = min(1.0, longest / tokens) if len(training.bounds) > 2 else 0.0
+        wide = capacity.on_gpu, capacity.ffpa, document
+        blocks = model.key_blocks if capacity.on_gpu and not capacity.ffpa else 0
+        one = max(one, tokens * model.attention_backward(keep, spread.slices, *wide) + blocks)
     mean = model.elements(fused) + model.hidden
     if training.in_tiles:
         mean -= model.inner * (3 if fused else 4)

@@ -9,6 +9,7 @@ from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
 NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
+SCALES = NF4 - 0.5  # of its scales, which FSDP2 does not shard
 Sharded = Literal["fsdp2", "ddp"]
 
 
@@ -131,6 +132,8 @@ class Training(Memory):
         weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
             the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
             adapters, stored as floats if FSDP2 shards them. Frozen weights are else in bf16.
+        offloaded_weights (`bool`, defaults to `False`): Whether FSDP2 keeps weights, gradients and optimizer on the
+            host (`CPUOffloadPolicy`, accelerate's `fsdp_offload_params`).
         quantized_experts (`bool`, defaults to `False`): Whether experts of three dimensions are in 4 bits, too, see
             [`hf_burst.Experts4bitConfig`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
@@ -153,6 +156,7 @@ class Training(Memory):
     reference: bool = False
     sharded: Sharded = "fsdp2"
     weights: Weights = "bf16"
+    offloaded_weights: bool = False
     quantized_experts: bool = False
     lora: int = 0
     checkpointing: bool = True
@@ -173,6 +177,8 @@ class Training(Memory):
             )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
+        if self.offloaded_weights and self.sharded != "fsdp2":
+            raise ConfigError(f"offloaded_weights is set, and sharded is {self.sharded!r}. Take 'fsdp2'.")
         if self.quantized_experts and self.weights != "4bit":
             raise ConfigError(f"quantized_experts is set, and weights are {self.weights!r}. Take '4bit' (--qlora).")
 
@@ -197,6 +203,11 @@ class Training(Memory):
         return self.gpus if self.sharded == "fsdp2" else 1
 
     @property
+    def gathers(self) -> bool:
+        """Whether layers are put together on a GPU as they run."""
+        return self.shards > 1 or self.offloaded_weights
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
         so. FSDP2 casts what a layer is given."""
@@ -204,8 +215,11 @@ class Training(Memory):
 
     def saved(self, model: ModelSize) -> float:
         """Bytes that weights in 4 bits take less than in bf16."""
-        quantized = model.linear + self.quantized_experts * model.fused
-        return (2 - NF4) * quantized if self.weights == "4bit" else 0.0
+        return (2 - NF4) * self.in_4_bits(model)
+
+    def in_4_bits(self, model: ModelSize) -> int:
+        """The weights in 4 bits."""
+        return (self.weights == "4bit") * (model.linear + self.quantized_experts * model.fused)
 
     @property
     def in_tiles(self) -> bool:

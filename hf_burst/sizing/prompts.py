@@ -80,8 +80,10 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
             yield "a norm of the queries", 2.0 * tokens * (held + 5 * model.queries)
     if model.patterns:
         # several parts of an output are merged in fp32
-        sums = 3 * model.queries if on_gpu and how.burst_size > spread.schedule.ulysses else 0
-        yield "attention", 2.0 * tokens * (held + 2 * (model.queries + model.keys) + sums)
+        merged = 3 if on_gpu and how.burst_size > spread.schedule.ulysses else 0
+        for kind in model.kinds:  # memory-efficient attention returns a part that is copied
+            sums = (merged + kind.widest_heads) * kind.queries
+            yield "attention", 2.0 * tokens * (held + 2 * (kind.queries + kind.keys) + sums)
     for size in model.recurrent:
         yield "a recurrent layer", 2.0 * tokens * (held + size.elements)
     inner = (2 if how.fused else 3) * model.inner + 2 * model.routed

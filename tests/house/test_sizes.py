@@ -6,23 +6,23 @@ LINES = {
     ".": 430,
     "attention": 1_231,
     "check": 1_134,
-    "cli": 1_137,
-    "hf": 2_408,
+    "cli": 1_150,
+    "hf": 2_411,
     "hf/batches": 1_080,
     "hf/generation": 1_503,
-    "hf/models": 1_413,
+    "hf/models": 1_425,
     "hf/parts": 2_982,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_545,
+    "kernels": 1_605,
     "layers": 1_721,
-    "plan": 2_175,
-    "ranks": 1_361,
-    "recurrent": 1_143,
+    "plan": 2_231,
+    "ranks": 1_362,
+    "recurrent": 1_100,
     "ring": 2_077,
-    "sizing": 1_371,
+    "sizing": 1_407,
 }
-NODES, TUPLES, REFUSING, RAISES = 129_281, 0.17, 1_482, 280
+NODES, TUPLES, REFUSING, RAISES = 129_988, 0.17, 1_484, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

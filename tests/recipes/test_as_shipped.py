@@ -186,7 +186,11 @@ def run_in_forks(words: list[str]) -> object:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_is_shipped_runs(tmp_path: Path, processes: int) -> None:
     """On CPUs, in bf16: 4 bits and rewards in one process; images, answers and FSDP2 over two."""
-    only = ["text_24gb*", "reward_1gpu*"] if processes == 1 else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*"]
+    only = (
+        ["text_24gb*", "reward_1gpu*", "gemma4*", "moe_*"]
+        if processes == 1
+        else ["sft_images_4*", "grpo_4*", "text_1m_8gpu*", "text_qlora*"]
+    )
     out, options = tmp_path / "a/out.json", ["--processes", str(processes), "--limit", "400", "--only", *only]
     if processes == 1:
         status, rows = in_a_process(run_in_forks, ["--out", str(out), *options]), rows_of(out)

@@ -613,7 +613,8 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     return folder
 
 
-RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo, "reward": reward, "grpo": grpo}
+RECIPES = dict.fromkeys(("text", "gemma4", "moe"), finetune_long_document)
+RECIPES |= {"sft": sft, "dpo": dpo, "reward": reward, "grpo": grpo}
 
 
 @pytest.mark.parametrize(

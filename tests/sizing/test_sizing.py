@@ -4,6 +4,7 @@ import re
 import socket
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +34,19 @@ from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.view import ModelView
+from hf_burst.kernels import BackwardInputs, Band, Kernel, Scores
+from hf_burst.kernels.ffpa import FfpaKernel
+from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
-from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.memory import LOADING, estimate_memory, memory_of_step
 from hf_burst.sizing.model import NF4, Training, rounded
 from hf_burst.sizing.prompts import memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
 from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
+from tests.support.live_memory import LiveMemory
 from tests.support.tiny_models import is_masked, overrides_of, tiny_config
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
@@ -92,6 +97,76 @@ def test_wide_heads_have_gradients_of_keys_for_every_query_head() -> None:
         sums = model.attention_backward(1.0, 1) - row
         taken.append(sums - 4 * model.queries - 4 * 2 * model.keys * (kv_heads < 24))
     assert taken == [pytest.approx(16304, rel=0.01), 0, 0]
+
+
+class Allocating:
+    """The libraries of wide heads, as far as they allocate. Sizes of blocks are those of aten's kernel for heads above
+    128 on Ampere and newer."""
+
+    blocks = 128, 64  # of queries, of keys
+
+    def _efficient_attention_backward(self, dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+        dout = dout.contiguous()
+        rows, heads = dout.shape[1:3]
+        gradients = [like.new_empty(like.shape) for like in (q, k, v)]
+        delta = q.new_empty(q.shape[0], heads, rows, dtype=torch.float32)
+        splits = max(1, min(-(-rows // self.blocks[1]), 200 // (q.shape[0] * heads)))
+        kept = splits * self.blocks[1] * (q.shape[3] + v.shape[3])
+        own = -(-rows // self.blocks[0]) * -(-q.shape[3] // self.blocks[1]) * (self.blocks[0] * self.blocks[1] + 4)
+        workspace = q.new_empty(q.shape[0] * heads * (kept + own), dtype=torch.float32)
+        assert len(delta)
+        assert len(workspace)
+        return (*gradients, None)
+
+    def _ffpa_attn_backward_sm90(
+        self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, dq: Any, dk: Any, dv: Any, **_: Any
+    ) -> Any:
+        lse = lse.contiguous()
+        numbers = [q.new_empty(lse.shape, dtype=torch.float32) for _ in range(2)]
+        assert numbers
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("documents", [(), (0, 2048, 4096), (0, 512, 4096)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 1), (8, 4), (8, 8)], ids=str)
+@pytest.mark.parametrize("kernel", [TorchEfficientKernel(), FfpaKernel()], ids=lambda kernel: kernel.capabilities.name)
+def test_wide_heads_take_what_their_kernels_allocate(
+    monkeypatch: pytest.MonkeyPatch, kernel: Kernel, heads: tuple[int, int], documents: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(type(kernel), "library", Allocating())
+    own = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 512, "hidden_size": 256}
+    model, length = model_size(LlamaForCausalLM, LlamaConfig(**SIZES | own)), 4096
+    q, dout, out = (torch.empty(1, length, heads[0], 512, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.empty(1, length, heads[1], 512, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.empty(1, length, heads[0])
+    inputs = (q, k, v, dout, out, lse)
+    with LiveMemory(*inputs) as live:
+        before = live.now
+        kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), Band(0, None, documents), Scores(1.0))
+        taken = live.peak - before
+    ffpa = kernel.capabilities.name == "ffpa"
+    document = max(stop - start for start, stop in pairwise(documents)) / length if documents else 0.0
+    beside = 2 * (2 * model.hidden + 2 * model.queries + 2 * model.keys)  # its inputs, and what else the layer has
+    planned = length * (model.attention_backward(1.0, 1, True, ffpa, document) - beside)
+    planned += 0 if ffpa else model.key_blocks
+    assert taken <= planned < 1.02 * taken
+
+
+def test_layers_with_other_heads_are_counted_as_they_are() -> None:
+    """A full layer of Gemma 4 12B has one key head of 512, which no slices share; others eight of 256."""
+    model = model_size(transformers.Gemma4UnifiedForCausalLM, shape_named("gemma-4-12b"))
+    full, window = sorted(model.kinds, key=lambda kind: kind.kv_heads)
+    assert (full.queries, full.keys, window.queries, window.keys) == (8192, 512, 4096, 2048)
+    assert model.attention_backward(1.0, 4) == full.attention_backward(1.0, 1) > window.attention_backward(1.0, 1)
+    assert model.attention_backward(1.0, 1, ffpa=True) < 0.6 * model.attention_backward(1.0, 1)
+    assert model.mixing(True) == 2 * (8192 + 512) - 8192
+    packed = Training(262144, 1, 1, (0, 131072, 262144), lora=16, tiled_mlp=8192)
+    one, several = (estimate_memory(model, how, H200).tensors for how in (replace(packed, documents=()), packed))
+    assert several < one, "documents are computed one by one"
+    by_ffpa = estimate_memory(model, packed, replace(H200, ffpa=True)).tensors
+    assert by_ffpa < several
+    prompt = memory_of_prompt(model, packed, H200)
+    assert prompt.activations == 2.0 * 262144 * (3 * 3840 + 2 * model.head_dim + 2 * (8192 + 512) + 8192)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +349,10 @@ def test_experts_of_a_base_in_4_bits_are_counted_as_they_are_kept(capsys: pytest
     assert (sizes := model_size(transformers.DeepseekV3ForCausalLM, dense)).fused == 2 * sizes.fused_in_layer
     kept = []
     for checkpointing, tile in ((True, 0), (False, 0), (False, 1024)):
-        training = Training(16384, 2, 2, weights="4bit", lora=8, checkpointing=checkpointing, tiled_mlp=tile)
+        how = {"weights": "4bit", "lora": 8, "sharded": "ddp", "checkpointing": checkpointing, "tiled_mlp": tile}
+        training = Training(16384, 2, 2, **how)
         both = [estimate_memory(size, replace(training, quantized_experts=on), H200) for on in (False, True)]
         kept.append(round((both[1].activations - both[0].activations) / (2 * size.fused), 2))
-        training = replace(training, sharded="ddp")
         quantized = replace(training, quantized_experts=True)
         reads = (touched(size, quantized) - touched(size, training)) / ((2 + NF4) * size.fused)
         assert reads == pytest.approx(1 if kept[-1] == 1 else 2)
@@ -694,6 +769,42 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
     assert re.search(r"^ +1 x 4 .* does not fit$", report, re.MULTILINE)
 
 
+def test_weights_of_4_bits_are_loaded_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--length", "16k", "--machine", "rtx4090", "--qlora", "--sharded", "fsdp2", "--model"]
+    assert main([*words, "qwen3-32b", "--gpus", "2"]) == 0
+    assert main([*words, "llama-3.3-70b", "--gpus", "4"]) == 1
+    report = capsys.readouterr().out
+    assert "GiB, the most in the loading of all weights on every GPU, before FSDP2 shards them: weights 37.58" in report
+    assert "Give GPUs of more memory.\n" in report
+    assert main([*words, "llama-3.3-70b", "--gpus", "4", "--machine", "h100"]) == 0
+
+
+def test_weights_that_wait_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights in fp32: 4 bytes each, of their gradients and twice of the optimizer, too, in halves."""
+    here = Training(16384, 2, 2, weights="fp32")
+    there = replace(here, offloaded_weights=True)
+    before, after = (estimate_memory(LLAMA, how, H200) for how in (here, there))
+    assert (after.weights, after.gradients, after.optimizer) == (0, 0, 0)
+    assert after.host - before.host == 16 * LLAMA.weights / 2
+    assert after.gathered >= 4 * LLAMA.linear / LLAMA.layers, "layers are gathered as before"
+    quantized = replace(there, weights="4bit", lora=16)
+    scales = (4.127 - 4) / 8 * LLAMA.linear
+    moments = memory_of_step(LLAMA, quantized, H200)
+    assert all(moment.weights == pytest.approx(scales) for moment in moments if moment.moment != LOADING)
+    assert max(moment.weights for moment in moments) > 5e9, "on every GPU before they are sharded"
+    words = ["plan", "--model", "qwen3-32b", "--length", "16k", "--gpus", "2", "--machine", "h100", "--weights", "fp32"]
+    assert main(words) == 1
+    assert " or --offload-weights" in capsys.readouterr().out
+    assert main([*words, "--offload-weights", "--host-memory", "400"]) == 0
+    report = capsys.readouterr().out
+    assert (
+        "\nweights, gradients and optimizer lie on the host; seconds of their copies and of AdamW there: not" in report
+    )
+    assert 240 < float(re.search(r"; (\d+\.\d+) of the 400 of its host", report)[1]) < 260
+    with pytest.raises(ConfigError, match=r"offloaded_weights is set, and sharded is 'ddp'\. Take 'fsdp2'"):
+        replace(there, sharded="ddp")
+
+
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
     def copied(training: Training) -> float:
         """Seconds of copies of gathered weights."""
@@ -705,7 +816,8 @@ def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) ->
     share = (everything - (2 - 4.127 / 8) * LLAMA.linear) / everything
     assert copied(quantised) / copied(plain) == pytest.approx(share)
     held = [estimate_memory(LLAMA, each, H200).weights for each in (quantised, replace(quantised, sharded="ddp"))]
-    assert held[1] == 2 * held[0]
+    scales = (4.127 - 4) / 8 * LLAMA.linear
+    assert held[1] - scales == pytest.approx(2 * (held[0] - scales)), "which FSDP2 does not shard"
     words = ["plan", "--model", "llama-3.2-1b", "--length", "4096", "--gpus", "2", "--machine", "h200"]
     assert main([*words, "--qlora"]) == 0
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, " in capsys.readouterr().out

@@ -41,9 +41,10 @@ KINDS = {  # of the models that the files name
     **dict.fromkeys(("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "outputs/smollm2"), "llama"),
     **dict.fromkeys(("meta-llama/Meta-Llama-3-8B", "TinyLlama/TinyLlama_v1.1"), "llama"),
     **dict.fromkeys(("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base"), "qwen3_5"),
-    "Qwen/Qwen3-0.6B-Base": "qwen3",
+    **dict.fromkeys(("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-32B"), "qwen3"),
     "ibm-granite/granite-4.0-h-tiny": "granitemoehybrid",
-    "google/gemma-3-12b-it": "gemma3",
+    **{"google/gemma-3-12b-it": "gemma3", "google/gemma-4-12B": "gemma4"},
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
 }
 ALIKE = (  # patterns of settings whose value makes no other combination
     *("*dataset", "eval_share", "output_dir", "report_to", "seed", "burst_size", "logging_steps", "max_*", "save_*"),

@@ -51,15 +51,23 @@ def configs() -> dict[str, Any]:
     ids = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id": 262, "vision_end_token_id": 263}
     patches = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 128}
     tower = {**TOWER, "model_type": "siglip_vision_model", "num_hidden_layers": 2, "image_size": 56, "patch_size": 14}
+    routed = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    wide = {"global_head_dim": 128, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    pixels = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 64, "output_proj_dims": 16}
     of_gemma = {"image_token_id": 260, "boi_token_id": 261, "eoi_token_id": 262, "mm_tokens_per_image": 4}
     return {
         "llama": {"model_type": "llama", **SIZES},
         "qwen3": {"model_type": "qwen3", **SIZES},
+        "qwen3_moe": {"model_type": "qwen3_moe", **SIZES, **routed},
         "granitemoehybrid": {**granite, **own},
         "qwen3_5": {"model_type": "qwen3_5", "text_config": hybrid, "vision_config": patches, **ids},
         "gemma3": {
             **{"model_type": "gemma3", "text_config": {**SIZES, "model_type": "gemma3_text", "sliding_window": 64}},
             **{"vision_config": tower, **of_gemma},
+        },
+        "gemma4": {
+            **{"model_type": "gemma4_unified", "text_config": {**SIZES, **wide}, "vision_config": pixels},
+            **{"audio_config": None, "image_token_id": 260, "video_token_id": 261, "audio_token_id": 262},
         },
     }
 

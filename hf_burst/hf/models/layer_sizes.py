@@ -54,6 +54,7 @@ def layer_sizes(view: ModelView) -> LayerSizes:
     for layer, pattern in layers:
         patterns[pattern] += head_size(layer)
     mean = patterns.total() / max(1, len(layers))
+    heads = tuple(dict.fromkeys(_heads_of(layer) for layer, _ in layers))
     return LayerSizes(
         layers=getattr(text, "num_hidden_layers", 1),
         hidden=text.hidden_size,
@@ -64,12 +65,23 @@ def layer_sizes(view: ModelView) -> LayerSizes:
         value_dim=getattr(first, "v_head_dim", None) or round(mean),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=view.find(recurrent_sizes),
+        heads=heads if len(heads) > 1 else (),
     )
 
 
 def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPattern]]:
     """Returns the config and mask pattern of each layer that has attention."""
     return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
+
+
+def _heads_of(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
+    q_heads, size = layer.num_attention_heads, head_size(layer)
+    return (
+        q_heads,
+        getattr(layer, "num_key_value_heads", None) or q_heads,
+        size,
+        getattr(layer, "v_head_dim", 0) or size,
+    )
 
 
 def head_size(layer: PreTrainedConfig) -> int:

@@ -242,28 +242,40 @@ def test_blocks_of_experts_are_tiled_as_a_whole(saved: Saved, family: str, caplo
         torch.testing.assert_close(own.grad, other.grad, rtol=2e-5, atol=2e-6)
 
 
-def compare_sharded(rank: int, size: int, folder: Path) -> None:
-    batch = models.make_batch("packed")
-    plain = adapted(load(folder)).train()
+def load_all(folder: Path) -> PreTrainedModel:
+    """A model with linear layers in 4 bits, too, in a dtype that FSDP2 shards."""
+    options = {"bnb_4bit_quant_storage": torch.float32, "bnb_4bit_compute_dtype": torch.float32}
+    config = hf_burst.Experts4bitConfig(**options)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+def compare_sharded(rank: int, size: int, folder: Path, linear: bool) -> None:
+    batch, loaded = models.make_batch("packed"), load_all if linear else load
+    plain = adapted(loaded(folder)).train()
     wanted = models.plain_loss(plain, batch)
     wanted.backward()
-    model = adapted(load(folder)).train()
+    model = adapted(loaded(folder)).train()
     models.patch(model)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.get_base_model().model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     held = [module.parametrizations[name].original for module, name in experts_of(model)]
-    assert all(isinstance(weight, DTensor) and weight.to_local().numel() * size == weight.numel() for weight in held)
+    linears = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    assert bool(linears) == linear
+    for weight in [*held, *(module.weight for module in linears)]:
+        assert isinstance(weight, DTensor)
+        assert weight.to_local().numel() <= -(-weight.shape[0] // size) * weight[0].numel()
     loss = model(**batch).loss
     loss.backward()
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None)
         if other.grad is not None:
             torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=2e-5, atol=2e-6)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     expected = plain.state_dict()
-    if rank == 0:
+    if rank == 0 and not linear:  # of linear layers, one process has scales, too
         assert whole.keys() == expected.keys()
         for name, value in whole.items():  # as bytes, since bits of 4-bit numbers can be those of NaN
             assert torch.equal(value.data.view(torch.uint8), expected[name].data.view(torch.uint8))
@@ -271,8 +283,20 @@ def compare_sharded(rank: int, size: int, folder: Path) -> None:
     assert learning.keys() == {name for name in expected if "lora" in name}
 
 
-def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks, saved: Saved) -> None:
-    ranks(2).run(compare_sharded, saved("Qwen3Moe"))
+@pytest.mark.parametrize(
+    ("size", "family", "linear"),
+    [
+        (2, "Qwen3Moe", False),
+        (3, "Qwen3Moe", True),
+        (2, "Qwen3", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((1, "Qwen3", True), (3, "Qwen3", True), (1, "Qwen3Moe", True), (3, "GptOss", False))
+        ),
+    ],
+)
+def test_fsdp2_shards_weights_of_4_bits(ranks: Ranks, saved: Saved, size: int, family: str, linear: bool) -> None:
+    ranks(size).run(compare_sharded, saved(family), linear)
 
 
 def cast_what_is_stored(rank: int, size: int, folder: Path) -> None:
