@@ -10,7 +10,7 @@ LINES = {
     "hf": 2_411,
     "hf/batches": 1_080,
     "hf/generation": 1_503,
-    "hf/models": 1_425,
+    "hf/models": 1_428,
     "hf/parts": 2_982,
     "hf/spread": 623,
     "hf/trainers": 1_317,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_407,
 }
-NODES, TUPLES, REFUSING, RAISES = 129_988, 0.17, 1_484, 281
+NODES, TUPLES, REFUSING, RAISES = 130_009, 0.17, 1_484, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -66,10 +66,12 @@ def added(tokens: int, **options: Any) -> list[str]:
 
 def test_the_rule() -> None:
     shared = ["layers_per_checkpoint=2", "layers_per_checkpoint=4", "attention_keep=0.5", "attention_keep=0"]
-    host, tiles = ["activation_offloading=1"], ["tiled_mlp=16384", "head_groups=4"]
+    host, tiles = ["activation_offloading=1"], ["tiled_mlp=4096", "head_groups=4"]
     assert added(32768) == [*host, *tiles, *shared, "head_groups=8"]
     assert added(32767) == ["tiled_mlp=4096", "head_groups=4", *host, *shared, "head_groups=8"]
     assert added(4096) == ["", "head_groups=4", *host, *shared, "head_groups=8"], "as many levels for any length"
+    tiles[0] = "tiled_mlp=16384"
+    assert added(65536) == [*host, *tiles, *shared, "head_groups=8"]
     assert added(65536, checkpointing=False) == tiles
 
 

@@ -67,7 +67,7 @@ def steps() -> list[predictions.Step]:
 def test_all_measured_steps_are_predicted(steps: list[predictions.Step]) -> None:
     """Seconds within 15 %, memory of torch's allocator within 6 %. Further off, as `sizing.md` says: a Gemma (six norms
     a layer), hybrids on H100s, and experts, whose kernels Liger had tuned for 64 tokens."""
-    known = {"gemma": 0.25, "qwen3.5": 0.25, "30b-a3b": 0.6, "gpt-oss": 0.6}
+    known = {"gemma": 0.26, "qwen3.5": 0.25, "30b-a3b": 0.6, "gpt-oss": 0.6}
     assert len(steps) >= 60
     beginnings = ("texts that begin alike", "whole texts, adapters")  # many of a single step, the first one
     for step in steps:

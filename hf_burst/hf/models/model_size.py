@@ -18,7 +18,7 @@ from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .layer_sizes import attending_layers, experts_of, head_size, is_experts, layer_sizes
+from .layer_sizes import experts_of, is_experts, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
@@ -92,17 +92,20 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
 
 
 def _normed(view: ModelView, counts: "_Weights") -> float:
-    """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms."""
-    total, sizes, layers = 0.0, layer_sizes(view), view.find(attending_layers)
+    """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms.
+    Those of norms without a weight, which are no kernels and keep them in fp32, count twice."""
+    total, modules, kinds = 0.0, dict(view.named), {kind.head_dim: kind for kind in layer_sizes(view).kinds}
     recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
     for path, module in view.named:
-        weight = getattr(module, "weight", None)
         known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
-        if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
+        if not known or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
             continue
-        of_heads = layers and weight.shape == (head_size(layers[0][0]),)
-        heads = {"q": sizes.q_heads, "k": sizes.kv_heads} if of_heads else {}
-        total += weight.numel() * heads.get(path.rpartition(".")[2][:1], 1)
+        owner, _, name = path.rpartition(".")
+        weight = getattr(module, "weight", None)
+        size = getattr(modules[owner], "head_dim", 0) if weight is None else weight.numel()
+        kind = kinds.get(size)
+        heads = {"q": kind.q_heads, "k": kind.kv_heads, "v": kind.kv_heads} if kind else {}
+        total += size * heads.get(name[:1], 1) * (2 if weight is None else 1)
     return total
 
 
