@@ -9,7 +9,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,18 +26,20 @@ def tune_in_parallel() -> None:
     The times lie with Triton's compiled kernels (`TRITON_CACHE_DIR`), as if `TRITON_CACHE_AUTOTUNING` were 1; set it
     to 0 to tune in each process.
     """
-    if not find_spec("triton"):
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
         return
-    from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.autotuner import Autotuner
-
     prune, bench = Autotuner.prune_configs, Autotuner._bench
     keep = os.environ.get("TRITON_CACHE_AUTOTUNING", "1") != "0"
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
 
     def candidates(tuner: Any, settings: dict[str, Any]) -> Any:
-        """What a call with new sizes will time."""
-        tuner.cache_results = tuner.cache_results or keep
+        """What a call with new sizes will time. The file of the times is JSON, which has no other keys."""
+        sizes = {**tuner.nargs, **settings}
+        simple = all(isinstance(sizes.get(key), int | float | str | None) for key in tuner.keys)
+        tuner.cache_results = tuner.cache_results or (keep and simple)
         tuner.waiting = prune(tuner, settings)
         return tuner.waiting
 

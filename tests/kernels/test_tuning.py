@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from hf_burst.kernels import tuning
 
@@ -58,6 +59,7 @@ def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Autotuner:
         def __init__(self, sizes: list[int], cache_results: bool = False) -> None:
             self.fn, self.base_fn, self.cache_results = Kernel(), Kernel.run, cache_results
+            self.keys, self.nargs = ["tokens", "absent"], dict[str, Any]()
             self.configs, self.best = [Candidate(size) for size in sizes], dict[Any, Any]()
 
         def prune_configs(self, settings: dict[str, Any]) -> list[Candidate]:
@@ -68,6 +70,7 @@ def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
             return config.size
 
         def run(self, *args: Any, **settings: Any) -> None:
+            self.nargs = {"tokens": args[0]}
             if args not in self.best:
                 chosen = self.prune_configs(settings)
                 self.best[args] = min(self._bench(*args, config=one, **settings) for one in chosen)
@@ -78,7 +81,6 @@ def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(tuning, "find_spec", lambda name: name)
     tuning.tune_in_parallel.__wrapped__()
     return Autotuner
 
@@ -114,6 +116,15 @@ def test_times_are_kept_unless_the_user_says_no(
     assert [tuner.cache_results for tuner in tuners] == [kept, True]
 
 
-def test_without_triton_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
+def test_times_of_sizes_that_no_file_can_hold_are_not_kept(autotuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+    tuner = autotuner([5, 7])
+    tuner.run(torch.bfloat16)
+    assert not tuner.cache_results
+    assert tuner.fn.did[-1] == ("run", 7)
+
+
+@pytest.mark.parametrize("absent", ["triton", "triton.runtime._async_compile"])
+def test_without_triton_or_its_threads_nothing_changes(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, absent, None)
     tuning.tune_in_parallel.__wrapped__()
