@@ -153,9 +153,10 @@ def attention_forward(
     tokens to `(batch, n, heads, value_dim)`, with `None` for the weights. `is_causal` and `sliding_window` count only
     without a mask; `s_aux` are attention sinks.
 
-    If the layer's context has no call (a cached generation step, a submodule called directly), every rank holds the
-    whole sequence, and Transformers' own attention runs. The keyword `burst_pass` carries the call into compiled
-    graphs, which cannot read the context, and into checkpoints that are not ours.
+    If the layer's context has neither a sharded pass nor a sharded cache (a step of `model.generate`, a submodule
+    called directly), every rank holds the whole sequence, and Transformers' own attention runs. The keyword
+    `burst_pass` carries the pass into compiled graphs, which cannot read the context, and into checkpoints that are
+    not ours.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:

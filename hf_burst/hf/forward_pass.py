@@ -1,15 +1,20 @@
-"""The stages of one forward pass of a patched model:
+"""The stages of one forward pass of a patched model, which `_Patch` of `patch.py` runs:
 
-    call        what the caller asks for                                 a [`Call`]
-    admit       parts raise for what is not served, or add facts
-    cut         joins texts that begin alike, lays them over the ranks   a [`Batch`]
+    call        what the caller asks for                                 a [`Call`]             `_call`
+    look        parts collect modules, if these have changed                                    `_cut`
+    admit       parts raise for what is not served, or add facts                                `_cut`
+    cut         joins texts that begin alike, lays them over the ranks   a [`Batch`]            `_cut`
                 and cuts them
-    check       parts raise for batches that are not served, or add facts
-    agree       the ranks compare all facts, in the first message
-    settle      settings that depend on the batches of all ranks         a [`ForwardPass`]
-    begin       parts prepare for the pass
+    check       parts raise for batches that are not served, or add facts                       `_cut`
+    agree       the ranks compare all facts, in the first message                               `_agree`
+    settle      settings that depend on the batches of all ranks         a [`ForwardPass`]      `_settle`
+    begin       parts prepare for the pass                                                      `_begin`
+    arguments   parts replace arguments of the model                                            `_begin`
     run         the model
-    after       outputs of this rank's tokens become outputs of the batch
+    after       outputs of this rank's tokens become outputs of the batch                       `after`
+    end         parts drop the pass, also a failed one                                          `end`
+
+Models that take images have their tokens cut inside of their forward, before the decoder (`parts/tokens.py`).
 
 Each value is frozen: only the stage that makes it writes it. Parts add to the call's [`Agreement`] until ranks agree.
 """
@@ -60,7 +65,7 @@ class Question(NamedTuple):
     """What is asked of a pass: logits and a loss, a number for each token in their place, or embeddings."""
 
     facts: dict[str, Any]  # on which the ranks must agree
-    answer: Callable[[Spread, Tensor], Tensor] | None = None  # the numbers, from scores and targets of its tokens
+    numbers: Callable[[Spread, Tensor], Tensor] | None = None  # from scores and targets of its tokens
     pooling: str | None = None  # which states represent a document, if embeddings are requested
 
 
@@ -167,7 +172,7 @@ class Batch:
         return self.lies.layout
 
     @cached_property
-    def labels(self) -> int:
+    def label_count(self) -> int:
         """Number of labels that count on this rank."""
         if self.targets is None:
             return 0
@@ -192,7 +197,7 @@ class ForwardPass:
     batch: Batch
     checkpoints: Checkpoints
     memory: Memory  # the settings that were chosen for this batch
-    labels: int  # number of labels that count on all ranks
+    label_count: int  # labels that count on all ranks
     seed: int  # of dropout
     sharded_pass: ShardedPass  # what layers know of the pass
 

@@ -26,7 +26,7 @@ def check_processes() -> None:
         )
 
 
-def check_joined() -> None:
+def check_processes_met() -> None:
     """Raises a ConfigError if processes that were launched together are not joined yet, or not any more."""
     if _launched() > 1 and not dist.is_initialized():
         raise ConfigError(

@@ -27,7 +27,7 @@ from .batches.sharded import is_sharded
 from .callers import is_within, within_compiled
 from .context import PASS_KEY, LayerContext, begin_pass, current, end_pass
 from .forward_pass import LOSS, Agreement, Batch, Call, ForwardPass, Question
-from .groups import PATCH, check_joined, resolve_group
+from .groups import PATCH, check_processes_met, resolve_group
 from .models.cut_point import reader_of
 from .models.layer_sizes import recurrent_sizes
 from .models.support import base_model, check_model
@@ -149,6 +149,22 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     return model
 
 
+def _given(
+    module: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[dict[str, Any], ShardedCache | None, Exception | None]:
+    """Returns the arguments of a call by name, the cache over ranks among them, and what was wrong with them."""
+    given, cache = dict[str, Any](), None
+    try:
+        given = bound_arguments(module, args, kwargs)
+        found = cache_of(given)
+        cache = found if isinstance(found, ShardedCache) else None
+        if cache is not None and not cache.is_read:
+            given = each_once(cache, given)
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        return given, cache, problem
+    return given, cache, None
+
+
 def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Returns whether a pass is a step of `generate`, where every rank holds the whole prompt and Transformers' own
     attention runs."""
@@ -247,30 +263,87 @@ class _Patch:
         _refuse_strange_runs(module)
         self.end()  # an interrupted pass has not called it
         self.entered = True
-        batch: dict[str, Any] = {}
-        error: Exception | None = None
-        cache: ShardedCache | None = None
-        try:
-            batch = bound_arguments(module, args, kwargs)
-            given = cache_of(batch)
-            cache = given if isinstance(given, ShardedCache) else None
-            if cache is not None and not cache.is_read:
-                batch = each_once(cache, batch)
-        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-            error = problem
-        if cache is not None and cache.is_read:
-            begin_step(cache, batch)
+        given, cache, error = _given(module, args, kwargs)
+        if cache is not None and cache.is_read:  # a new token
+            begin_step(cache, given)
             begin_pass(self, LayerContext(cached=cache))
-            return (), batch
-        if cache is None and self.task.generates and _generates(module, batch):
+            return (), given
+        if cache is None and self.task.generates and _generates(module, given):  # whole prompts, on every rank
             begin_pass(self, None)
-            return (), batch
+            return (), given
         if self.together is not None and self.together() is not None:
             raise ConfigError(
                 "The first rank of a group calls the model in a rollout or a reward, and the others would not take "
                 "part. They do in model.generate and hf_burst.generate, called with tensors, numbers and text."
             )
-        run = self.run = self._agreed(module, batch, error)
+        call = self._call(module, given, error)
+        batch, error = self._cut(call, error)
+        labels, seed = self._agree(call, batch, error)
+        assert batch is not None, "or its error was raised"
+        self.run = self._settle(call, batch, labels, seed)
+        return (), self._begin(self.run, cache)
+
+    def ask(self, question: Question, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Returns the outputs of a pass that answers a question; `model` is the patched one, with its wrappers."""
+        self.asked = question
+        try:
+            return model(**inputs)
+        finally:
+            self.asked = LOSS
+
+    def _call(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> Call:
+        """Returns what is asked of a pass. All ranks meet here if none has asked for hosts yet."""
+        self.passes += 1
+        modules, compiled = walk(module)
+        view = self.view if self.view.is_of(modules) else ModelView(module)
+        group, mode = resolve_group(self.group), "training" if module.training else "evaluation"
+        agreement = Agreement({"served by": self.verdict, "mode": mode, **self.asked.facts})
+        call = Call(view, group, self.config, self.task, given, compiled or within_compiled(), agreement, self.asked)
+        if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
+            agreement.add("compiled", call.compiled, _COMPILED)
+        if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
+            sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
+            group.agree({"recurrent layers": sizes}, error, call.device, doing=self._doing(call))
+        return call
+
+    def _doing(self, call: Call) -> str:
+        return f"forward pass {self.passes} of {type(call.model).__name__} in {call.agreement.facts['mode']}"
+
+    def _cut(self, call: Call, error: Exception | None) -> tuple[Batch | None, Exception | None]:
+        """Returns what this rank computes of a call, after all parts have admitted and checked it, or an error, which
+        all ranks are to hear."""
+        if error is not None:
+            return None, error
+        try:
+            if call.view is not self.view:
+                self.look(call.view)
+            if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
+                resources_of(call.group).topology(call.device)
+            check_processes_met()
+            for part in self.parts:
+                part.admit(call)
+            batch = self.tokens.cut(call)
+            for part in self.parts:
+                part.check(call, batch)
+        except Exception as problem:
+            return None, problem
+        return batch, None
+
+    def _agree(self, call: Call, batch: Batch | None, error: Exception | None) -> tuple[int, int]:
+        """Returns how many labels all ranks count, and the seed of dropout. Raises any rank's error on all of them."""
+        facts = call.agreement
+        compared = facts.checksums, facts.advice, self._doing(call), facts.seed
+        return call.group.agree(facts.facts, error, call.device, batch.label_count if batch else 0, *compared)
+
+    def _settle(self, call: Call, batch: Batch, labels: int, seed: int) -> ForwardPass:
+        """Returns the pass over a batch, on which all ranks have agreed."""
+        self.explicit = batch.sharded
+        checkpoints = self.checkpointing.found
+        memory = self.memory.choose(call, batch, checkpoints)
+        return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
+
+    def _begin(self, run: ForwardPass, cache: ShardedCache | None) -> dict[str, Any]:
+        """Prepares all parts and the layers for a pass, and returns the model's arguments."""
         for part in self.parts:
             part.run = run
             part.begin(run)
@@ -281,59 +354,7 @@ class _Patch:
         seen, tile = run.sharded_pass, run.memory.tiled_mlp
         begin_pass(self, LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
-        return (), {**arguments, **({} if apart else {PASS_KEY: seen})}
-
-    def answer(self, question: Question, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Returns the outputs of a pass that answers a question; `model` is the patched one, with its wrappers."""
-        self.asked = question
-        try:
-            return model(**inputs)
-        finally:
-            self.asked = LOSS
-
-    def _agreed(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> ForwardPass:
-        """Returns the pass over a batch, on which all ranks have agreed. Raises any rank's error on all of them."""
-        self.passes += 1
-        modules, compiled = walk(module)
-        changed = not self.view.is_of(modules)
-        view = ModelView(module) if changed else self.view
-        group = resolve_group(self.group)
-        mode = "training" if module.training else "evaluation"
-        doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
-        agreement = Agreement({"served by": self.verdict, "mode": mode, **self.asked.facts})
-        call = Call(view, group, self.config, self.task, given, compiled or within_compiled(), agreement, self.asked)
-        if self.config.schedule == "auto" and group.size > 1:  # graphs take another schedule, see `with_schedule`
-            agreement.add("compiled", call.compiled, _COMPILED)
-        if not resources_of(group).knows_hosts:  # all ranks must have arrived before any asks for hosts
-            sizes = ", ".join(map(str, view.find(recurrent_sizes))) or "none"
-            group.agree({"recurrent layers": sizes}, error, call.device, doing=doing)
-        batch: Batch | None = None
-        try:
-            if error is None:
-                if changed:
-                    self.look(view)
-                batch = self._batch(call)
-        except Exception as problem:
-            error = problem
-        compared = agreement.checksums, agreement.advice, doing, agreement.seed
-        labels, seed = group.agree(agreement.facts, error, call.device, batch.labels if batch else 0, *compared)
-        assert batch is not None, "or its error was raised"
-        self.explicit = batch.sharded
-        checkpoints = self.checkpointing.found
-        memory = self.memory.choose(call, batch, checkpoints)
-        return ForwardPass(call, batch, checkpoints, memory, labels, seed, self.tokens.for_layers(call, batch, memory))
-
-    def _batch(self, call: Call) -> Batch:
-        """Returns what this rank computes of a call, after all parts have admitted and checked it."""
-        if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
-            resources_of(call.group).topology(call.device)
-        check_joined()
-        for part in self.parts:
-            part.admit(call)
-        batch = self.tokens.cut(call)
-        for part in self.parts:
-            part.check(call, batch)
-        return batch
+        return {**arguments, **({} if apart else {PASS_KEY: seen})}
 
     def within(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Forward pre-hook of the decoder: handles calls of the decoder alone."""

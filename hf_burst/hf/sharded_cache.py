@@ -99,13 +99,13 @@ class ShardedCache(Cache):
 
     def free(self, module: nn.Module, keys: Tensor, values: Tensor, pattern: MaskPattern) -> None:
         """Frees the prompt's keys that no later token of an attention module will see."""
-        assert isinstance(self.answer.phase, Filling), "the prompt is read with a call"
+        assert isinstance(self.answer.phase, Filling), "the prompt is read in a sharded pass"
         self.answer.phase.free(layer_of(self.layers, module, keys, values)[0], pattern)
 
     @torch.compiler.disable  # it reads counts, which would be constants of a graph: a new graph for each token
     def attend(self, *given: Any) -> Tensor:
         """Returns the attention of new tokens over the keys on all ranks, see `Stepping`."""
-        assert isinstance(self.answer.phase, Stepping), "the prompt is read with a call"
+        assert isinstance(self.answer.phase, Stepping), "new tokens have no sharded pass"
         return self.answer.phase.attend(*given)
 
     @property

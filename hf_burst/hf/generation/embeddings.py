@@ -59,7 +59,7 @@ def embeddings(
     question = Question({"pooling of embeddings": str(pooling)}, pooling=str(pooling))
     instead = None if base.base_model is base else _BaseModel.put(base)
     try:
-        found = patch.answer(question, model, inputs)["last_hidden_state"]
+        found = patch.ask(question, model, inputs)["last_hidden_state"]
     finally:
         if instead is not None:
             instead.remove()

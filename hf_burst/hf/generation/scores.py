@@ -147,7 +147,7 @@ def _ask(model: nn.Module, batch: Mapping[str, Any], question: Question) -> Tens
         raise ConfigError("The model has no language-model head, so its tokens have no losses. Load one with a head.")
     inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     inputs |= {"use_cache": False} if patch.task.generates else {}
-    answer = patch.answer(question, model, inputs)["loss"]
+    answer = patch.ask(question, model, inputs)["loss"]
     return answer
 
 

@@ -19,9 +19,7 @@ class Part:
 
     `__init__` looks at the model and may refuse it; nothing changes before `install`. A part collects single modules in
     `look`, because they may be replaced. In each forward pass all parts take a step before any takes the next, in the
-    order of the list in `patch.py`, between the stages of `forward_pass.py`:
-
-        (look ->) admit -> check -> (the ranks agree) -> begin -> arguments -> (the model runs) -> after -> end
+    order of the list in `patch.py`, at the stages of `forward_pass.py` that have their names.
     """
 
     run: ForwardPass | None = None  # the pass under way, from `begin` to `end`, for hooks; the patch sets it

@@ -45,7 +45,7 @@ class Head(Part):
         call.agreement.add("hidden states", bool(call.given.get("output_hidden_states")))
         if call.needs_states:
             return
-        if call.asked.answer is not None:
+        if call.asked.numbers is not None:
             if batch.targets is None:
                 raise BatchError("The labels are missing; give some of the shape of input_ids, -100 where none counts.")
             batch.lies.check_texts()
@@ -88,10 +88,10 @@ class Head(Part):
             return
         if run.call.needs_states:
             outputs |= {name: value.whole() for name, value in outputs.items() if isinstance(value, Spread)}
-        elif run.call.asked.answer is not None and run.batch.targets is not None:
+        elif run.call.asked.numbers is not None and run.batch.targets is not None:
             check_head_again(run.model.get_output_embeddings())
             scores = replace(Spread.of(outputs.pop("logits")), lies=lies)
-            values = lies.batch(run.call.asked.answer(scores, run.batch.targets), scores=True)
+            values = lies.batch(run.call.asked.numbers(scores, run.batch.targets), scores=True)
             outputs["loss"] = functional.pad(values, (1, 0))[:, :-1] if run.call.task.causal else values
         else:
             self._decide_logits(run, outputs)
@@ -109,9 +109,9 @@ class Head(Part):
 
     def _fate(self, call: Call, batch: Batch) -> Fate:
         model, labels, alone = call.model, batch.inputs.get("labels") is not None, call.group.size == 1
-        if self.kept is not None and (call.asked.answer or (not alone and (labels or batch.sharded))):
+        if self.kept is not None and (call.asked.numbers or (not alone and (labels or batch.sharded))):
             raise BatchError("logits_to_keep is for full batches without labels, whose loss needs every token.")
-        if call.asked.answer is not None:
+        if call.asked.numbers is not None:
             return "drop"
         fused = bool(batch.inputs.get("fused_lm_head"))
         if labels and model.training and not fused:

@@ -59,7 +59,7 @@ class Loss(Part):
         call.agreement.add(_ITEMS, self.items)
 
     def begin(self, run: ForwardPass) -> None:
-        items, tokens = self.items, run.labels
+        items, tokens = self.items, run.label_count
         self.wanted = run.batch.targets is not None and run.call.asked == LOSS
         counted = items is not None and self.averages and self.wanted
         fused = run.batch.inputs.get("fused_lm_head")  # TRL's trainers go on, with log_probs that are all 0
@@ -76,7 +76,7 @@ class Loss(Part):
             ),
         )
         if counted:  # all groups take part, which have not agreed on this pass
-            mine = run.batch.labels if run.batch.sharded else tokens
+            mine = run.batch.label_count if run.batch.sharded else tokens
             doing = "a count of the labels of all ranks"
             self.items, _ = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if run.model.training and self.wanted and tokens == 0 and not self.items and not fused:
@@ -97,7 +97,7 @@ class Loss(Part):
             scores, counts = outputs["log_probs"], run.batch.lies.counts
             if counts is not None:
                 scores = scores * counts.to(scores.device)
-            loss = batch_loss(-scores.sum(), run, self.items if run.labels else 1)  # 0 and not nan, as in TRL
+            loss = batch_loss(-scores.sum(), run, self.items if run.label_count else 1)  # 0 and not nan, as in TRL
             if "aux_loss" in outputs:  # already that of the whole batch
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
@@ -130,7 +130,7 @@ class Loss(Part):
                     "does, which is not served. Call model(...) itself."
                 )
             return self.plain(logits, labels, *args, **kwargs)
-        assert self.run is not None, "a call is given in a pass"
+        assert self.run is not None, "a loss is computed in a pass"
         self.computed = True
         local = Spread.of(logits).loss_sum(kwargs["shift_labels"], self.weights)
         return batch_loss(local, self.run, self.items)
@@ -144,5 +144,5 @@ def batch_loss(local_sum: Tensor, run: ForwardPass, items: float | None) -> Tens
     `items` a token counts 1 / tokens of the group. `items` are summed over all ranks: each rank of a group counts a
     full batch, but a sharded batch is counted once.
     """
-    counted = run.labels if items is None else items * run.group.size if run.batch.sharded else items
+    counted = run.label_count if items is None else items * run.group.size if run.batch.sharded else items
     return group_sum(local_sum * (1 / counted if counted else math.nan), run.group)
