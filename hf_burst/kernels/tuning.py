@@ -16,6 +16,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _THREADS = 16  # most per process
+_IN_FILES = int | float | str | None  # what a file of times can hold, which is JSON
 
 
 @cache
@@ -27,28 +28,34 @@ def tune_in_parallel() -> None:
     to 0 to tune in each process.
     """
     try:
+        from triton import knobs
         from triton.runtime._async_compile import AsyncCompileMode
         from triton.runtime.autotuner import Autotuner
     except ImportError:
         return
+    if knobs.runtime.interpret:  # nothing is compiled
+        return
     prune, bench = Autotuner.prune_configs, Autotuner._bench
-    keep = os.environ.get("TRITON_CACHE_AUTOTUNING", "1") != "0"
-    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())))
+    keep = knobs.autotuning.cache or "TRITON_CACHE_AUTOTUNING" not in os.environ
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(_THREADS, cores // max(1, torch.cuda.device_count())))
 
     def candidates(tuner: Any, settings: dict[str, Any]) -> Any:
-        """What a call with new sizes will time. The file of the times is JSON, which has no other keys."""
-        sizes = {**tuner.nargs, **settings}
-        simple = all(isinstance(sizes.get(key), int | float | str | None) for key in tuner.keys)
-        tuner.cache_results = tuner.cache_results or (keep and simple)
-        tuner.waiting = prune(tuner, settings)
-        return tuner.waiting
+        """What a call with new sizes will time."""
+        found = tuner.waiting = prune(tuner, settings)
+        sizes = {**(tuner.nargs or {}), **settings}
+        kept = [sizes.get(key) for key in tuner.keys] + [value for each in found for value in each.kwargs.values()]
+        own = vars(tuner).setdefault("asked_to_keep", tuner.cache_results)
+        tuner.cache_results = own or (keep and all(isinstance(value, _IN_FILES) for value in kept))
+        return found
 
     def compile_first(tuner: Any, *args: Any, config: Any, **settings: Any) -> Any:
-        waiting, tuner.waiting = tuner.waiting, ()
+        waiting, tuner.waiting = getattr(tuner, "waiting", ()), ()
         if len(waiting) > 1:
             name = tuner.base_fn.__name__
             logger.info("Triton tunes %s: %d candidates, compiled by %d threads", name, len(waiting), threads)
-            with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor, ignore_errors=True):
+            pool = ThreadPoolExecutor(threads)
+            with suppress(Exception), pool, AsyncCompileMode(pool, ignore_errors=True):
                 for candidate in waiting:
                     with suppress(Exception):  # it recurs when the candidate is timed
                         tuner.fn.run(*args, **{**settings, "warmup": True}, **candidate.all_kwargs())

@@ -253,8 +253,9 @@ class Watch:
     def give_up(self, group: dist.ProcessGroup, problem: BaseException) -> None:
         """Tells the ranks of a group that a pass over it failed on this rank, and refuses later calls."""
         counts = self.counts_of(group)
-        what = "another rank was lost" if lost(problem) else repr(problem).splitlines()[0][:300]
-        counts.broken = counts.broken or what
+        said = repr(problem).splitlines()[0][:300]
+        closed = lost(problem) and "by peer" in said  # which says nothing of why
+        counts.broken = counts.broken or ("another rank was lost" if closed else said)
         self._within(self.interval, self._post)
 
     def wait(self, ready: Callable[[], bool], limit: timedelta) -> None:

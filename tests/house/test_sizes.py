@@ -8,21 +8,21 @@ LINES = {
     "check": 1_134,
     "cli": 1_150,
     "hf": 2_438,
-    "hf/batches": 1_080,
+    "hf/batches": 1_088,
     "hf/generation": 1_503,
     "hf/models": 1_428,
     "hf/parts": 2_980,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_606,
+    "kernels": 1_613,
     "layers": 1_721,
     "plan": 2_231,
-    "ranks": 1_362,
+    "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_077,
     "sizing": 1_407,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_174, 0.17, 1_484, 281
+NODES, TUPLES, REFUSING, RAISES = 130_304, 0.17, 1_484, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -1,11 +1,12 @@
 """How Triton tunes kernels: all candidates are compiled together before one is timed, and the times are kept."""
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,10 @@ class Candidate:
     def all_kwargs(self) -> dict[str, int]:
         return {"size": self.size}
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {"size": self.size, "dtype": torch.float32} if self.size > 50 else {"size": self.size}
+
 
 active = list[ThreadPoolExecutor]()
 
@@ -53,7 +58,12 @@ def compile_together(executor: ThreadPoolExecutor, *, ignore_errors: bool) -> It
 
 
 @pytest.fixture
-def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
+def interpreted() -> bool:
+    return False
+
+
+@pytest.fixture
+def autotuner(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> Any:
     """Triton's class as far as it is used, changed by hf_burst."""
 
     class Autotuner:
@@ -63,7 +73,7 @@ def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
             self.configs, self.best = [Candidate(size) for size in sizes], dict[Any, Any]()
 
         def prune_configs(self, settings: dict[str, Any]) -> list[Candidate]:
-            return [candidate for candidate in self.configs if candidate.size < 9]
+            return [candidate for candidate in self.configs if candidate.size != 9]
 
         def _bench(self, *args: Any, config: Candidate, **settings: Any) -> int:
             self.fn.run(*args, **settings, **config.all_kwargs())
@@ -75,7 +85,12 @@ def autotuner(monkeypatch: pytest.MonkeyPatch) -> Any:
                 chosen = self.prune_configs(settings)
                 self.best[args] = min(self._bench(*args, config=one, **settings) for one in chosen)
 
-    modules = {"triton": {}, "triton.runtime": {}, "triton.runtime.autotuner": {"Autotuner": Autotuner}}
+    told = os.environ.get("TRITON_CACHE_AUTOTUNING")
+    knobs = SimpleNamespace(
+        runtime=SimpleNamespace(interpret=interpreted), autotuning=SimpleNamespace(cache=told in ("1", "on"))
+    )
+    modules: dict[str, Any] = {"triton": {"knobs": knobs}, "triton.runtime": {}}
+    modules["triton.runtime.autotuner"] = {"Autotuner": Autotuner}
     modules["triton.runtime._async_compile"] = {"AsyncCompileMode": compile_together}
     for name, content in modules.items():
         module = ModuleType(name)
@@ -102,7 +117,7 @@ def test_a_single_candidate_is_left_alone(autotuner: Any) -> None:
     assert tuner.fn.did == [("run", 5)]
 
 
-@pytest.mark.parametrize(("told", "kept"), [(None, True), ("1", True), ("0", False)])
+@pytest.mark.parametrize(("told", "kept"), [(None, True), ("1", True), ("on", True), ("0", False), ("false", False)])
 def test_times_are_kept_unless_the_user_says_no(
     told: str | None, kept: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,12 +131,28 @@ def test_times_are_kept_unless_the_user_says_no(
     assert [tuner.cache_results for tuner in tuners] == [kept, True]
 
 
-def test_times_of_sizes_that_no_file_can_hold_are_not_kept(autotuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_no_file_can_hold_are_not_kept(autotuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
-    tuner = autotuner([5, 7])
-    tuner.run(torch.bfloat16)
-    assert not tuner.cache_results
+    tuner, odd = autotuner([5, 7]), autotuner([5, 70])
+    odd.run(None)
+    assert not odd.cache_results, "a candidate has a dtype"
+    for size, kept in ((None, True), (torch.bfloat16, False), (4, True)):
+        tuner.run(size)
+        assert tuner.cache_results == kept
     assert tuner.fn.did[-1] == ("run", 7)
+
+
+@pytest.mark.parametrize("interpreted", [True])
+def test_interpreted_kernels_are_left_alone(autotuner: Any) -> None:
+    tuner = autotuner([5, 7])
+    tuner.run("small")
+    assert tuner.fn.did == [("run", 5), ("run", 7)]
+    assert not tuner.cache_results
+
+
+def test_a_candidate_that_is_timed_alone(autotuner: Any) -> None:
+    tuner = autotuner([5, 7])
+    assert tuner._bench(config=tuner.configs[1]) == 7
 
 
 @pytest.mark.parametrize("absent", ["triton", "triton.runtime._async_compile"])

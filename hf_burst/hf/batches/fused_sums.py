@@ -20,6 +20,6 @@ def sums_of_words(words: Tensor, place: int, spread: int) -> Tensor:
 def _sums(words, sums, count: tl.int64, place: tl.int64, spread: tl.constexpr, block: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mixed = tl.load(words + index, mask=index < count, other=0) + (place + index + 1) * spread
-    mixed = (mixed ^ (mixed >> 30)) * spread
-    mixed = (mixed ^ (mixed >> 27)) * spread
+    mixed = (mixed ^ ((mixed >> 30) & ((1 << 34) - 1))) * spread
+    mixed = (mixed ^ ((mixed >> 27) & ((1 << 37) - 1))) * spread
     tl.store(sums + tl.program_id(0), tl.sum(tl.where(index < count, mixed, 0), 0))

@@ -1,13 +1,13 @@
 """Batches that arrive sharded: their extra data, how to recognise them, and checksums of batches."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._triton import has_triton_package
 
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
@@ -109,13 +109,12 @@ def checksum(batch: Mapping[str, Any]) -> torch.Tensor:
 
 def sum_of_bits(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns a checksum of the bytes of a tensor, or of several in a row: a scalar `torch.LongTensor` on the device of
-    the first, for which the host does not wait. Only tensors of the same dtypes compare. On a GPU several are read in
-    one pass, by a kernel that has to be compiled.
+    the first; the host does not wait for tensors of one device. Only tensors of the same dtypes compare. On a GPU
+    several are read in one pass, by a kernel, if Triton can compile it.
 
     Bytes are read as 64-bit words, which are mixed with their indices: one changed word always changes the sum, changes
     of several, as swaps, cancel with a chance of 2**-64 (splitmix64, Steele et al., OOPSLA 2014; products wrap)."""
     several = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    fused = several is tensors and has_triton_package()
     sums, place, count = list[torch.Tensor](), 0, 0
     for tensor in several:
         octets = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -124,23 +123,32 @@ def sum_of_bits(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
         elif octets.storage_offset() % 8:
             octets = octets.clone()
         words = octets.view(torch.int64)
-        sums.append(_sums_of_words(words, place, fused and words.is_cuda))
+        fused = _fused_sums(words.device) if several is tensors and words.is_cuda else None
+        sums.append(fused(words, place, _SPREAD) if fused else _sums_of_words(words, place))
         place += words.numel()
         count += tensor.numel()  # tells padding from zeros
     every = [each.to(sums[0].device) for each in sums] or [torch.zeros(1, dtype=torch.int64, device="cpu")]
     return torch.cat(every).sum() + count
 
 
-def _sums_of_words(words: torch.Tensor, place: int, fused: bool) -> torch.Tensor:
-    """Returns sums of some words each, mixed with their indices, of which `place` is the first."""
-    if fused:
+@cache
+def _fused_sums(device: torch.device) -> Callable[[torch.Tensor, int, int], torch.Tensor] | None:
+    """Returns the kernel for a GPU, if Triton is there and can compile, for which it needs a compiler of C, too."""
+    try:
         from .fused_sums import sums_of_words
 
-        return sums_of_words(words, place, _SPREAD)
+        sums_of_words(torch.zeros(1, dtype=torch.int64, device=device), 0, _SPREAD)
+    except Exception:  # a checksum stops no run
+        return None
+    return sums_of_words
+
+
+def _sums_of_words(words: torch.Tensor, place: int) -> torch.Tensor:
+    """Returns sums of some words each, mixed with their indices, of which `place` is the first."""
     sums = []
     for piece in words.split(_PIECE):  # saves memory
         mixed = piece + torch.arange(place + 1, place + 1 + piece.numel(), device=words.device) * _SPREAD
-        mixed = (mixed ^ (mixed >> 30)) * _SPREAD
-        sums.append(((mixed ^ (mixed >> 27)) * _SPREAD).sum())
+        mixed = (mixed ^ ((mixed >> 30) & (2**34 - 1))) * _SPREAD  # shifts that bring no signs
+        sums.append(((mixed ^ ((mixed >> 27) & (2**37 - 1))) * _SPREAD).sum())
         place += piece.numel()
     return torch.stack(sums)

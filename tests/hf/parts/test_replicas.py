@@ -329,6 +329,11 @@ def test_the_weights_that_differ_are_named(ranks: Ranks, how: str) -> None:
         assert "weights (checksum): rank 0 has " in sentence
 
 
+def test_without_a_compiler_torch_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hf_burst.hf.batches.fused_sums", None)
+    assert sharded._fused_sums.__wrapped__(torch.device("cpu")) is None
+
+
 def test_a_checksum_sees_order_and_takes_little_memory() -> None:
     weight = torch.randn(7, 5, dtype=torch.bfloat16)
     assert sum_of_bits(weight) == sum_of_bits(weight.clone())
@@ -336,6 +341,8 @@ def test_a_checksum_sees_order_and_takes_little_memory() -> None:
     assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
     assert sum_of_bits(weight) != sum_of_bits(-weight)
     assert sum_of_bits(torch.zeros(5)) != sum_of_bits(torch.zeros(6)), "a number more in the same eight bytes"
+    few = torch.tensor([12345, -4354685564936857700])  # which shifts of signed numbers would mix to the same
+    assert sum_of_bits(few[:1]) != sum_of_bits(few[1:])
     for piece in (1, 4, 5):  # a row is 5
         with mock.patch.object(sharded, "_PIECE", piece):
             assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
