@@ -348,7 +348,8 @@ def pieces(rows: dict[str, list[list[int]]], length: int) -> dict[str, list[list
 def load_groups(settings: DataSettings, rows: Rows, training: SFTConfig) -> Rows:
     """Samples of up to `group_rows` rows that begin with the same tokens, of rows to train on and to evaluate on."""
     with training.main_process_first(desc="grouping"):
-        train, held_out = grouped(rows[0], settings.group_rows), rows[1] and grouped(rows[1], settings.group_rows)
+        train = grouped(rows[0], settings.group_rows)
+        held_out = rows[1] if rows[1] is None else grouped(rows[1], settings.group_rows)
     if training.process_index == 0:
         print(f"{len(rows[0]):,} rows are {len(train):,} samples of up to {settings.group_rows} that begin alike.")
     # the rows fit already, and stay as they are
@@ -369,5 +370,6 @@ def grouped(rows: Dataset, most: int) -> Dataset:
             samples.append(sample)
         for name, values in sample.items():
             values.append(row[name])
-    numbers = List(List(Value("int64")))
-    return Dataset.from_list(samples, features=Features({"input_ids": numbers, "labels": numbers}))
+    features = Features(dict.fromkeys(("input_ids", "labels"), List(List(Value("int64")))))
+    columns = {name: [sample[name] for sample in samples] for name in features}
+    return Dataset.from_dict(columns, features=features)  # from_list refuses an empty list

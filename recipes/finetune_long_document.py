@@ -6,8 +6,6 @@ files, then from the command line: those of TRL's `SFTConfig` and `ModelConfig`,
 The files recipes/configs/text_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
-from functools import partial
-
 import settings
 import training
 
@@ -17,9 +15,12 @@ DEFAULTS = {
     "packing": True,  # by best fit; documents do not see each other
     "output_dir": "outputs/text",
 }
-make_trainer = partial(
-    training.sft_trainer, defaults=DEFAULTS, text_alone=True
-)  # of the command line and its YAML files
+
+
+def make_trainer(arguments: list[str]) -> training.Made:
+    """The trainer that the command line and its YAML files describe."""
+    return training.sft_trainer(arguments, DEFAULTS, text_alone=True)
+
 
 if __name__ == "__main__":
     settings.run(lambda arguments: training.train(*make_trainer(arguments)))

@@ -7,8 +7,6 @@ and those of recipes/settings.py.
 The files recipes/configs/sft_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
-from functools import partial
-
 import settings
 import training
 
@@ -17,7 +15,12 @@ DEFAULTS = {
     "packing": True,  # by best fit; chats do not see each other
     "output_dir": "outputs/sft",
 }
-make_trainer = partial(training.sft_trainer, defaults=DEFAULTS)  # of the command line and its YAML files
+
+
+def make_trainer(arguments: list[str]) -> training.Made:
+    """The trainer that the command line and its YAML files describe."""
+    return training.sft_trainer(arguments, DEFAULTS)
+
 
 if __name__ == "__main__":
     settings.run(lambda arguments: training.train(*make_trainer(arguments)))

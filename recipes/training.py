@@ -73,7 +73,8 @@ class Start:
                 **{"processing_class": self.tokenizer, **more},
             )
             trainer.loaded_config = loaded  # what training changes, and a saved model is to have
-            trainer.scaled_config = self.config if self.model.rope_scaling else None  # to be saved beside adapters
+            if self.model.rope_scaling:
+                trainer.scaled_config = self.config
             models.cast_outside_of_autocast(trainer.model, self.args.device)
             return trainer
 
@@ -100,9 +101,12 @@ def begin(
 def as_in_recipes(kind: Any) -> Any:
     """A trainer of a kind whose share of warmup is rounded down to steps: Transformers rounds it up, so that the only
     step of a short training would have a learning rate of 0. A full disk ends it by a sentence, and its card names the
-    model that it began with, also one of a folder, for which TRL has "None"."""
+    model that it began with, also one of a folder, for which TRL has "None". Beside adapters it saves its
+    `scaled_config`, where one is set."""
 
     class Trainer(kind):
+        scaled_config: "PreTrainedConfig | None" = None
+
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             share = self.args.warmup_steps
             try:

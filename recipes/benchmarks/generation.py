@@ -14,8 +14,9 @@ What is measured, the slowest rank each time:
 
 * prefill: `remember`, beside its limit. This is all matrix products of a rank's tokens, and attention of all tokens
   with a share of the heads; nothing is sent.
-* attention: that of one new token in one layer, beside the bytes of a rank's keys at `--bandwidth`, plus one exchange.
-  On GPUs also as CUDA graphs, between which the ranks exchange, as `generate(cuda_graphs=True)` plays them.
+* attention: that of one new token in one layer without a window, beside the bytes of a rank's keys at `--bandwidth`,
+  plus one exchange. On GPUs also as CUDA graphs, between which the ranks exchange, as `generate(cuda_graphs=True)`
+  plays them.
 * decoding: tokens a second of the whole model behind a document, as it is, by CUDA graphs, and with compiled layers.
 * questions: tokens a second of so many answers at once, as they are and by CUDA graphs; and the seconds in which each
   call compares all weights with those that read the document, which are part of those to the first token.
@@ -27,6 +28,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,8 +48,16 @@ from hf_burst.kernels import Scores
 from hf_burst.plan import Mask
 from recipes.benchmarks.harness import Row, at_least, begin, options_of, settings_of, write
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import add_model, apply_liger, head_size, make_model
-from recipes.benchmarks.training_limits import attentions_of, forward_products, heads_of, native_of, widths_of
+from recipes.benchmarks.training_job import add_model, apply_liger, make_model
+from recipes.benchmarks.training_limits import (
+    Attention,
+    attentions_of,
+    forward_products,
+    heads_of,
+    native_of,
+    seconds_of,
+    widths_of,
+)
 
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
@@ -110,22 +120,26 @@ class Bench:
         return {"seconds": seconds, "limit": limit, "share_of_limit": sum(limit.values()) / seconds}
 
     def prefill_limit(self, length: int) -> dict[str, float]:
-        """Seconds of the products and of attention alone."""
-        ranks = self.ranks
+        """Seconds of the products of all layers and of their attention, whose kinds may differ."""
+        ranks, dtype = self.ranks, self.model.dtype
         once = forward_products(self.model.model, length // ranks.size, ranks)
         products = sum(once[width] for layer in self.model.model.layers for width in widths_of(layer))
-        kind, dtype = attentions_of(self.model.model)[0], self.model.dtype
-        native, inputs = native_of(kind, dtype, ranks), [each.detach() for each in heads_of(kind, dtype, length, ranks)]
-        attention = self.timed(lambda: native.attend(*inputs, Mask(length)))
-        return {"products": products, "attention": self.config.num_hidden_layers * attention}
+
+        def attending(kind: Attention) -> float:
+            native, mask = native_of(kind, dtype, ranks), Mask(length, window=kind.window)
+            inputs = [each.detach() for each in heads_of(kind, dtype, length, ranks)]
+            return seconds_of(lambda: native.attend(*inputs, mask), ranks)
+
+        kinds = Counter(attentions_of(self.model.model))
+        return {"products": products, "attention": sum(count * attending(kind) for kind, count in kinds.items())}
 
     def attention(self, length: int) -> Row:
-        """The seconds of one new token's attention in a layer, its limit, and those of its exchange alone."""
-        config, ranks, size, dtype = self.config, self.ranks, head_size(self.model), self.model.dtype
-        own, heads = length // ranks.size, config.num_attention_heads
-        keys, values = (
-            torch.randn(1, config.num_key_value_heads, own, size, dtype=dtype, device=ranks.device) for _ in range(2)
-        )
+        """The seconds of one new token's attention in a layer that sees all tokens, its limit, and those of its
+        exchange alone."""
+        ranks, dtype, own = self.ranks, self.model.dtype, length // self.ranks.size
+        kind = next(kind for kind in attentions_of(self.model.model) if kind.window is None)
+        heads, size = kind.heads, kind.size
+        keys, values = (torch.randn(1, kind.kv_heads, own, size, dtype=dtype, device=ranks.device) for _ in range(2))
         held = Keys(keys, values, torch.arange(own, device=ranks.device)[None], before=True)
         q = torch.randn(1, heads, 1, size, dtype=dtype, device=ranks.device)
         place, scores = torch.tensor([[length]], device=ranks.device), Scores(size**-0.5)

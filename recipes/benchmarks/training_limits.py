@@ -72,7 +72,10 @@ def parts_of_limits(decoder: Any, ranks: Ranks, length: int, lora: bool) -> dict
         "products backward": sum(back[width] for widths in every for width in widths),
         "products again": again,
         "head": head,
-        "attention forward": sum(count * attention[kind][0] for kind, count in kinds.items()),
+        "attention forward": sum(kinds[kind] * attention[kind][0] for kind in kinds if kind.window is None),
+        "windowed attention forward": sum(
+            kinds[kind] * attention[kind][0] for kind in kinds if kind.window is not None
+        ),
         "attention backward": sum(count * attention[kind][1] for kind, count in kinds.items()),
         "recurrence forward": len(mixers) * recurrence,
         "recurrence backward": len(mixers) * recurrence_back,
@@ -126,8 +129,8 @@ def heads_of(
 
 def attention_seconds(kind: Attention, dtype: torch.dtype, ranks: Ranks, length: int) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
-    called once, after one of 16K tokens."""
-    native = native_of(kind, dtype, ranks)
+    called once, after one of 16K tokens, but for attention in a window, which takes milliseconds."""
+    native, long = native_of(kind, dtype, ranks), length >= _LONG and kind.window is None
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
         q, k, v = heads_of(kind, dtype, tokens, ranks)
@@ -142,9 +145,9 @@ def attention_seconds(kind: Attention, dtype: torch.dtype, ranks: Ranks, length:
         back = partial(torch.autograd.grad, outs["out"], (q, k, v), dout, retain_graph=True)
         return forward, seconds_of(back, ranks, once=once)
 
-    if length >= _LONG:
+    if long:
         timed(2**14, once=False)
-    return timed(length, once=length >= _LONG)
+    return timed(length, once=long)
 
 
 def rule_call(
@@ -194,11 +197,13 @@ def limits(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of a step in which only matrix products, attention and recurrent functions take time.
 
     The limits differ in what is computed twice: nothing, the linear layers, or some of the attention too. Of causal
-    attention, that of the first half of a sequence is a quarter.
+    attention, that of the first half of a sequence is a quarter; of attention in windows, which are much shorter than
+    the sequence, it is half.
     """
     once = sum(seconds for name, seconds in parts.items() if not name.endswith("again"))
-    again, attention = sum(parts.values()) - once, parts["attention forward"]
-    kept = {name: once + again + (1 - keep) ** 2 * attention for keep, name in LIMITS.items()}
+    again = sum(parts.values()) - once
+    whole, windowed = parts["attention forward"], parts["windowed attention forward"]
+    kept = {name: once + again + (1 - keep) ** 2 * whole + (1 - keep) * windowed for keep, name in LIMITS.items()}
     return {"nothing recomputed": once, **kept}
 
 

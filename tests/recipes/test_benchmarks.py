@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, recurrent, step_profile, training_contenders, training_job
+from recipes.benchmarks import attention, recurrent, step_profile, training_contenders, training_job, training_limits
 from recipes.benchmarks.contenders import Case, Contender, Documents, Prepared, hf_burst
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
@@ -517,6 +517,41 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
 def make_job(**options: Any) -> training_job.Job:
     plain = {"shape": "tiny", "layers": None, "liger": False, "weights": "all", "compile": False, "gated_norms": False}
     return training_job.make_job(argparse.Namespace(**plain | options), 512, Ranks("cpu"))
+
+
+def test_limits_of_attention_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second half of a sequence has half of it, and three quarters of attention to all tokens."""
+    monkeypatch.setattr(training_limits, "product_seconds", lambda *_, **__: 0.0)
+    monkeypatch.setattr(
+        training_limits, "attention_seconds", lambda kind, *_: (1.0, 3.0) if kind.window else (100.0, 300.0)
+    )
+    parts = training_limits.parts_of_limits(make_job(shape="tiny-gemma-4").base.model, Ranks("cpu"), 256, lora=False)
+    assert training_limits.limits(parts) == {
+        "nothing recomputed": 420.0,
+        "attention saved": 420.0,
+        "three quarters of attention saved": 420 + 100 / 16 + 5 / 4,
+        "half of attention saved": 420 + 100 / 4 + 5 / 2,
+        "a quarter of attention saved": 420 + 100 * 9 / 16 + 5 * 3 / 4,
+        "all recomputed": 525.0,
+    }
+
+
+@pytest.mark.parametrize(("window", "length", "once"), [(None, 512, True), (7, 512, False), (None, 256, False)])
+def test_short_calls_are_repeated(window: int | None, length: int, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in a window takes milliseconds at any length."""
+    calls = []
+
+    def seconds_of(function: Callable[[], Any], ranks: Ranks, once: bool) -> float:
+        function()
+        calls.append(once)
+        return 1.0
+
+    monkeypatch.setattr(training_limits, "_LONG", 512)
+    monkeypatch.setattr(training_limits, "native_of", lambda *_: Native("none", lambda q, k, v, mask: q + k + v))
+    monkeypatch.setattr(training_limits, "seconds_of", seconds_of)
+    kind = training_limits.Attention(1, 1, 8, window)
+    assert training_limits.attention_seconds(kind, torch.float32, Ranks("cpu"), length) == (1.0, 1.0)
+    assert calls[-2:] == [once, once]
 
 
 def test_what_hf_burst_measured_stays() -> None:

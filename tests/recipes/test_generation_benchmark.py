@@ -1,11 +1,17 @@
 """The benchmark of answers over ranks runs, and its numbers agree with each other."""
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from recipes.benchmarks import generation
+from recipes.benchmarks.native import Native
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training_limits import Attention
 from tests.support import scripts
 from tests.support.ranks import RankPool
 
@@ -40,3 +46,29 @@ def test_the_benchmark_of_generation(ranks: Callable[[int], RankPool], tmp_path:
     for count, speed in written:
         assert speed["first_token_s"] > 0
         assert speed["tokens_per_second"] == pytest.approx(count / speed["seconds_per_token"])
+
+
+def test_layers_of_several_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts each layer by its own heads and window; the attention of a token is that of all tokens."""
+    lengths: dict[str, list[int]] = {name: [] for name in ("prompts", "decode", "alone")}
+    model = {"shape": "tiny-gemma-4", "layers": None, "dtype": "float32", "liger": False}
+    options = argparse.Namespace(**lengths, **model, memory=128, bandwidth=3.0)
+    bench = generation.Bench(options, Ranks("cpu"))
+    read = bench.attention(128)["reading"]
+    assert read == pytest.approx(2 * 1 * 128 * 32 * 4 / 3e12), "keys and values, heads, tokens, their size, bytes"
+
+    def seconds(kind: Attention) -> float:
+        assert kind in (Attention(4, 2, 16, 31), Attention(4, 1, 32, None))
+        return 1.0 if kind.window else 100.0
+
+    def native_of(kind: Attention, *_: object) -> Native:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
+            assert (q.shape[1:], k.shape[1:]) == ((128, kind.heads, kind.size), (128, kind.kv_heads, kind.size))
+            assert mask == generation.Mask(128, window=kind.window)
+            return torch.tensor(seconds(kind))
+
+        return Native("none", attend)
+
+    monkeypatch.setattr(generation, "native_of", native_of)
+    monkeypatch.setattr(generation, "seconds_of", lambda function, ranks: float(function()))
+    assert bench.prefill_limit(128)["attention"] == 5 * 1.0 + 100.0

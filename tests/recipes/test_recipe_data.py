@@ -795,3 +795,14 @@ def test_pairs_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.Captu
     preferences.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
     assert len(trainer.train_dataset) == 2
     assert "train pairs: 1 of more than max_length tokens are dropped" in capsys.readouterr().out
+
+
+def test_an_empty_held_out_set_is_grouped_too(arguments: Any) -> None:
+    """Its rows are samples of several rows, as those that are trained on."""
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2]}] * 3)
+    settings = DataSettings(dataset=["python_topics"], group_rows=2)
+    for held_out, samples in ((rows, 2), (rows.select([]), 0)):
+        train, others = data.load_groups(settings, (rows, held_out), arguments)
+        assert len(others) == samples
+        assert others.features == train.features
+    assert data.load_groups(settings, (rows, None), arguments)[1] is None

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their module
 import command_line  # noqa: E402
 import models  # noqa: E402
 import settings  # noqa: E402
+import training  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
 import hf_burst  # noqa: E402
@@ -184,6 +185,20 @@ def test_a_merged_reward_model_gives_the_same_rewards(files: Path, tmp_path: Pat
     assert merged.config.pad_token_id == trainer.processing_class.pad_token_id
     assert (rewards(merged) - before).abs() > 0.01, "it has learned"
     torch.testing.assert_close(rewards(merged), rewards(trainer.model), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_are_saved_without_a_scaled_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a trainer that nothing was attached to; the config of an earlier run goes."""
+
+    class Kind:
+        args, model = SimpleNamespace(should_save=True, output_dir=str(tmp_path)), None
+
+        def _save(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr("accelerate.utils.is_peft_model", lambda _: True)
+    (tmp_path / "config.json").write_text("{}")
+    training.as_in_recipes(Kind)()._save()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_questions_on_a_document_are_a_sample(
