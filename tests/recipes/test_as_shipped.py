@@ -171,7 +171,10 @@ def run_in_forks(words: list[str]) -> object:
         if recipe == "reward":
             return own(command, *others)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
-            return process.submit(as_shipped.work, kind, recipe, rest).result()
+            try:
+                return process.submit(as_shipped.work, kind, recipe, rest).result()
+            except SystemExit as end:
+                raise AssertionError(f"{kind} {recipe} {rest} ended: {end.code}") from end
 
     os.environ |= {"ACCELERATE_USE_CPU": "1"}
     with mock.patch.object(as_shipped, "started", started), mock.patch.object(sys, "argv", ["as_shipped.py", *words]):
