@@ -3,8 +3,8 @@
 OUT_OF_MEMORY = (
     "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; memory='auto' in BurstConfig, or "
     "hf_burst.Memory(tiled_mlp=16384, head_groups=4, activation_offloading=1.0, layers_per_checkpoint=4, "
-    "attention_keep=0.0); a larger burst_size; LoRA. hf-burst plan --model NAME --length TOKENS --gpus N predicts what "
-    "fits."
+    "attention_keep=0.0), with tiled_mlp=4096 below 65,536 tokens a GPU; a larger burst_size; LoRA. hf-burst plan "
+    "--model NAME --length TOKENS --gpus N predicts what fits."
 )
 
 

@@ -13,7 +13,7 @@ from ..plan.memory_levels import HOST_ROOM, SETTINGS, named
 from ..sizing.fit import Fit, fit, longest
 from ..sizing.gpus import DATA_SHEETS, Capacity, DataSheet, capacity_of, gpu_named
 from ..sizing.memory import LOADING
-from ..sizing.model import NF4, ModelSize, Sharded, Training, Weights, rounded
+from ..sizing.model import NF4, SCALES, ModelSize, Sharded, Training, Weights, rounded
 from ..sizing.prompts import cached_bytes, longest_prompt, memory_of_prompt
 from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
 from ..sizing.shapes import NAMES, dense_model
@@ -74,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
     )
-    parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora)")
+    parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora alone)")
     parser.add_argument(
         "--offload-weights",
         action="store_true",
-        help="FSDP2 keeps weights, gradients and optimizer on the host (fsdp_offload_params)",
+        help="FSDP2 keeps weights, gradients and optimizer on the host (fsdp_offload_params), also on one GPU",
     )
     chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name, default in vars(Memory()).items():
@@ -140,7 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     most = longest(model, rows[0].fit.training, capacity, fixed)
     if best is None:
-        loading = all(row.fit.memory.moment == LOADING for row in rows)
+        takes = [row.fit.memory for row in rows]
+        loading = all(memory.moment == LOADING and memory.total > capacity.gpu_memory for memory in takes)
         less = ["GPUs of more memory" if loading else "more --gpus", *(["fewer tokens"] if most else [])]
         quantized = training.weights == "4bit"
         helping = {
@@ -148,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--qlora": not quantized,
             "--quantize-experts": quantized and model.fused and not training.quantized_experts,
             "--sharded fsdp2": training.gpus > 1 and training.shards == 1,
-            "--offload-weights": training.shards > 1 and not training.offloaded_weights and not loading,
+            "--offload-weights": training.sharded == "fsdp2" and not training.offloaded_weights and not loading,
         }
         less += [option for option, helps in helping.items() if helps]
         limits = f"{capacity.gpu_memory / 2**30:.1f} GiB and {HOST_ROOM:.0%} of the host's"
@@ -193,7 +194,7 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
         documents=mask.documents,
         parents=mask.parents,
         reference=arguments.reference,
-        sharded=arguments.sharded or ("ddp" if arguments.qlora else "fsdp2"),
+        sharded=arguments.sharded or ("ddp" if arguments.qlora and not arguments.offload_weights else "fsdp2"),
         weights=weights,
         offloaded_weights=arguments.offload_weights,
         quantized_experts=arguments.quantize_experts,
@@ -259,18 +260,25 @@ def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
     sheet = gpu_named(torch.cuda.get_device_name(0) if here else arguments.machine or "h200")
     capacity = capacity_of(sheet, ranks_per_host=per_host)
     if here:
-        from ..kernels.ffpa import FfpaKernel
-        from ..layers.host_limits import gpus_of_host, host_memory
-
-        device = torch.device("cuda", 0)
-        share = host_memory()[0] // max(per_host, gpus_of_host(device))
-        memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
-        capacity = Capacity(int(memory), share, per_host, ffpa=FfpaKernel().unavailable(512, 512) is None)
+        capacity = capacity_here(per_host)
     if arguments.host_memory is not None:
         if not 0 <= arguments.host_memory < 2**30:
             raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
         capacity = replace(capacity, host_memory=int(arguments.host_memory * 2**30))
     return sheet, capacity, gpus
+
+
+def capacity_here(ranks_per_host: int) -> Capacity:
+    """Returns what a step may take of the first GPU of this host."""
+    import torch  # takes seconds
+
+    from ..kernels.ffpa import FfpaKernel
+    from ..layers.host_limits import gpus_of_host, host_memory
+
+    device = torch.device("cuda", 0)
+    share = host_memory()[0] // max(ranks_per_host, gpus_of_host(device))
+    memory = torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device)
+    return Capacity(int(memory), share, ranks_per_host, ffpa=FfpaKernel().unavailable(512, 512) is None)
 
 
 class Division(NamedTuple):
@@ -313,7 +321,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
     if training.lora:
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
-    spread = training.sharded if training.shards > 1 else "ddp"
+    spread = training.sharded if training.gathers else "ddp"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
     lines = [str(model)]
     if model.experts:
@@ -329,7 +337,7 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append(f"texts of {endings} tokens {once}")
     if training.reference:
         lines.append("a reference reads all of them, too, which does not count for MFU")
-    if training.weights == "4bit" and training.shards > 1:
+    if training.weights == "4bit" and training.gathers:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
     if training.offloaded_weights:
         lines.append(
@@ -340,13 +348,14 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
 
 def _experts(model: ModelSize, training: Training) -> str:
     number = 2 if training.lora else training.number
-    held, dtype, why = float(number * model.experts), "bf16" if number == 2 else "fp32", ""
-    if training.weights == "4bit":
-        plain = 0 if training.quantized_experts else model.fused
-        held = 2 * plain + NF4 * (model.experts - plain)
-        dtype = "bf16" if plain else "4bit"
-        why = ": bitsandbytes makes 4 bits of linear layers alone (--quantize-experts)" if plain else ""
-    return f"experts: {rounded(model.experts)} weights in {dtype}, {held / training.shards / 2**30:.1f} GiB a GPU{why}"
+    quantizes = training.weights == "4bit"
+    plain = 0 if training.quantized_experts else model.fused if quantizes else model.experts
+    dtype = "4bit" if not plain else "bf16" if number == 2 else "fp32"
+    why = ": bitsandbytes makes 4 bits of linear layers alone (--quantize-experts)" if quantizes and plain else ""
+    scales = 0.0 if training.offloaded_weights else SCALES * (model.experts - plain)  # whole on every GPU
+    each = (number * plain + (NF4 - SCALES) * (model.experts - plain)) / training.shards + scales
+    where = "of the host for each GPU" if training.offloaded_weights else "a GPU"
+    return f"experts: {rounded(model.experts)} weights in {dtype}, {each / 2**30:.1f} GiB {where}{why}"
 
 
 def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> list[str]:
@@ -396,7 +405,7 @@ def _prompts(model: ModelSize, training: Training, capacity: Capacity) -> list[s
     """Returns lines about the longest prompt that all GPUs can remember or generate from, and its memory."""
     most = longest_prompt(model, training, capacity)
     memory = memory_of_prompt(model, replace(training, length=max(most, training.burst_size)), capacity)
-    each = cached_bytes(model) * sum(count for _, count in model.patterns) / 2**10
+    each = sum(count * cached_bytes(kind) for _, kind, count in model.attentions) / 2**10
     fits = (
         f"Longest prompt (hf_burst.remember, generate): {most:,} tokens, on all GPUs, of {each:,.0f} KiB of keys each."
     )

@@ -2,7 +2,7 @@
 `hf-burst plan` adds weights, the optimizer, buffers and gaps."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from ..config import Memory
 from .mask import MaskPattern
@@ -31,8 +31,8 @@ class LayerSizes:
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
-        heads (`tuple[tuple[int, int, int, int], ...]`, *optional*): If layers differ, what they have: query heads, key
-            heads, and the sizes of the heads of queries and keys, and of values.
+        heads (`tuple[tuple[MaskPattern, tuple[int, int, int, int], float], ...]`, *optional*): If layers differ, how
+            many see how far with which `q_heads`, `kv_heads`, `head_dim` and `value_dim`.
     """
 
     layers: int
@@ -45,14 +45,21 @@ class LayerSizes:
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     norms: float = 0.0
-    heads: tuple[tuple[int, int, int, int], ...] = ()
+    heads: tuple[tuple[MaskPattern, tuple[int, int, int, int], float], ...] = ()
 
     @property
-    def kinds(self) -> tuple["LayerSizes", ...]:
+    def kinds(self) -> tuple[Self, ...]:
         """These sizes with the heads of each kind of layer."""
+        return tuple(dict.fromkeys(kind for _, kind, _ in self.attentions)) or (self,)
+
+    @property
+    def attentions(self) -> list[tuple[MaskPattern, Self, float]]:
+        """How many layers see how far, and these sizes with their heads."""
         names = "q_heads", "kv_heads", "head_dim", "value_dim"
-        kinds: list[dict[str, Any]] = [dict(zip(names, heads, strict=True)) for heads in self.heads]
-        return tuple(replace(self, heads=(), **kind) for kind in kinds) or (self,)
+        kinds: list[dict[str, Any]] = [dict(zip(names, heads, strict=True)) for _, heads, _ in self.heads]
+        others = zip(self.heads, kinds, strict=True)
+        differing = [(pattern, replace(self, heads=(), **kind), count) for (pattern, _, count), kind in others]
+        return differing or [(pattern, self, count) for pattern, count in self.patterns]
 
     @property
     def attending(self) -> int:
@@ -180,12 +187,14 @@ class StepEstimate:
         itemsize (`int`): Bytes of an element of a hidden state.
         checkpointing (`bool`): Whether layers checkpoint.
         exchanges (`bool`): Whether several ranks share a sequence.
+        ffpa (`bool`, defaults to `False`): Whether ffpa computes the widest heads.
     """
 
     sizes: LayerSizes
     itemsize: int
     checkpointing: bool
     exchanges: bool
+    ffpa: bool = False
 
     def bytes_of_token(self, memory: Memory) -> float:
         """What layers keep of it, and the layer that runs backward."""
@@ -209,4 +218,4 @@ class StepEstimate:
         row = sizes.elements(mixing=sizes.mixing(keep == 1)) + sizes.hidden + sizes.inner
         exchanged = 12 * (sizes.queries + 2 * sizes.keys) / groups if self.exchanges else 0.0
         mlp = 0.0 if memory.tiled_mlp else 2 * row
-        return max(mlp, sizes.attention_backward(keep, groups), sizes.recurrent_backward()) + exchanged
+        return max(mlp, sizes.attention_backward(keep, groups, ffpa=self.ffpa), sizes.recurrent_backward()) + exchanged

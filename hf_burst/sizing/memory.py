@@ -39,7 +39,7 @@ class MemoryEstimate:
         exchange (`float`): Buffers through which ranks exchange blocks.
         gaps (`float`): What torch's allocator holds beyond its tensors, and what these formulas may miss.
         outside (`float`): What CUDA, NCCL, and kernels that are being tuned take outside of the allocator.
-        host (`float`): Bytes of the host's memory, not counted in `total`.
+        host (`float`): The most bytes of the host's memory in a step, at any moment, not counted in `total`.
         moment (`str`): When that is.
     """
 
@@ -82,29 +82,32 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
-    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what tensors do not take.
+    """Predicts the most memory that a GPU and its host take in a step, see [`memory_of_step`], not by tensors alone.
 
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How.
         capacity ([`Capacity`]): On what.
     """
-    most = max(memory_of_step(model, training, capacity), key=lambda moment: moment.total)
+    moments = memory_of_step(model, training, capacity)
     if capacity.on_gpu:
-        learning = 0 if training.offloaded_weights else training.trained(model)
-        gradients = learning * training.number / training.shards
-        most = replace(
-            most,
-            gaps=gaps_of(most.tensors - most.held, training, gradients),
-            outside=outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0),
-        )
-    return most
+        moments = [_beside_tensors(moment, model, training) for moment in moments]
+    return replace(max(moments, key=lambda moment: moment.total), host=max(moment.host for moment in moments))
+
+
+def _beside_tensors(moment: MemoryEstimate, model: ModelSize, training: Training) -> MemoryEstimate:
+    """Adds what tensors do not take. While weights are loaded no gradients leave gaps, and no kernel is tuned."""
+    trains = moment.moment != LOADING
+    learning = trains and not training.offloaded_weights
+    gradients = learning * training.trained(model) * training.number / training.shards
+    outside = outside_of_torch(training.gpus) + (TUNING if trains and model.recurrent else 0.0)
+    return replace(moment, gaps=gaps_of(moment.tensors - moment.held, training, gradients), outside=outside)
 
 
 def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:
     """Bytes that torch's allocator holds beyond tensors of so many bytes that come and go, and so many of gradients."""
     share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
-    return share * passing + gradients * (of_shards if training.shards > 1 else of_gradients)
+    return share * passing + gradients * (of_shards if training.gathers else of_gradients)
 
 
 def outside_of_torch(gpus: int) -> float:

@@ -211,7 +211,7 @@ class Training(Memory):
     def itemsize(self) -> int:
         """Bytes of an element of a hidden state: under autocast, embeddings in fp32 begin a residual stream that stays
         so. FSDP2 casts what a layer is given."""
-        return 4 if self.weights == "fp32" and not self.lora and self.shards == 1 else 2
+        return 4 if self.weights == "fp32" and not self.lora and not self.gathers else 2
 
     def saved(self, model: ModelSize) -> float:
         """Bytes that weights in 4 bits take less than in bf16."""

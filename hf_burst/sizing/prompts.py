@@ -36,10 +36,10 @@ def memory_of_prompt(model: ModelSize, training: Training, capacity: Capacity) -
     spread = spread_of(model, how, capacity.ranks_per_host)
     held = MemoryEstimate(
         weights=whole_weights(model, how),
-        keys=sum(count * kept_tokens(pattern, how) * cached_bytes(model) for pattern, count in model.patterns),
+        keys=sum(count * kept_tokens(pattern, how) * cached_bytes(kind) for pattern, kind, count in model.attentions),
         exchange=buffer_bytes(model, how, spread, backward=False),
     )
-    moment, activations = max(_rows(model, how, spread, capacity.on_gpu), key=itemgetter(1))
+    moment, activations = max(_rows(model, how, spread, capacity), key=itemgetter(1))
     most = replace(held, activations=activations, moment=moment)
     if capacity.on_gpu:
         most = replace(most, gaps=gaps_of(activations, how), outside=outside_of_torch(how.gpus))
@@ -67,7 +67,7 @@ def longest_prompt(model: ModelSize, training: Training, capacity: Capacity) -> 
     return longest_that(has_room, training.burst_size)
 
 
-def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iterator[tuple[str, float]]:
+def _rows(model: ModelSize, how: Training, spread: Spread, capacity: Capacity) -> Iterator[tuple[str, float]]:
     """Bytes of activations where a layer may have the most of them. Everywhere there are the embeddings, the input of
     the layer, and the sum or norm of it that the next module is given."""
     tokens = how.tokens
@@ -80,9 +80,9 @@ def _rows(model: ModelSize, how: Training, spread: Spread, on_gpu: bool) -> Iter
             yield "a norm of the queries", 2.0 * tokens * (held + 5 * model.queries)
     if model.patterns:
         # several parts of an output are merged in fp32
-        merged = 3 if on_gpu and how.burst_size > spread.schedule.ulysses else 0
+        merged = 3 if capacity.on_gpu and how.burst_size > spread.schedule.ulysses else 0
         for kind in model.kinds:  # memory-efficient attention returns a part that is copied
-            sums = (merged + kind.widest_heads) * kind.queries
+            sums = (merged + (kind.widest_heads and capacity.on_gpu and not capacity.ffpa)) * kind.queries
             yield "attention", 2.0 * tokens * (held + 2 * (kind.queries + kind.keys) + sums)
     for size in model.recurrent:
         yield "a recurrent layer", 2.0 * tokens * (held + size.elements)

@@ -19,7 +19,7 @@ import resource
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from transformers.initialization import no_init_weights
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
+from hf_burst.cli.plan import capacity_here
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.models.support import base_model
@@ -39,7 +40,7 @@ from hf_burst.layers.host_limits import share_of_host
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing import shapes
 from hf_burst.sizing.fit import Fit, fit, longest
-from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
+from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import outside_of_torch
 from hf_burst.sizing.model import Training
 from recipes.benchmarks.harness import begin, options_of, rows_in, write
@@ -156,7 +157,7 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         free = arguments.gpu_memory or torch.cuda.mem_get_info(device)[1] / GIB
-        capacity = Capacity(int(free * GIB), share_of_host(device), gpus)
+        capacity = replace(capacity_here(gpus), gpu_memory=int(free * GIB), host_memory=share_of_host(device))
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()

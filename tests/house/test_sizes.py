@@ -6,23 +6,23 @@ LINES = {
     ".": 430,
     "attention": 1_231,
     "check": 1_134,
-    "cli": 1_150,
+    "cli": 1_159,
     "hf": 2_438,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
-    "hf/models": 1_428,
-    "hf/parts": 2_980,
+    "hf/models": 1_433,
+    "hf/parts": 2_984,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_613,
     "layers": 1_721,
-    "plan": 2_231,
+    "plan": 2_240,
     "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_077,
-    "sizing": 1_407,
+    "sizing": 1_410,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_304, 0.17, 1_484, 281
+NODES, TUPLES, REFUSING, RAISES = 130_568, 0.17, 1_484, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_burst.config import Memory
+from hf_burst.errors import OUT_OF_MEMORY
 from hf_burst.plan import MaskPattern
 from hf_burst.plan.layer_sizes import LayerSizes, StepEstimate
 from hf_burst.plan.memory_levels import GAPS, MeasuredLevels, Size, levels_for
@@ -82,6 +83,20 @@ def test_a_first_step_takes_half_of_what_is_free() -> None:
     assert LLAMA.bytes_of_token(levels[least.step(32768)]) == min(map(LLAMA.bytes_of_token, levels))
     first, second = (least.levels(Size(tokens))[1] for tokens in (32768, 32767))
     assert (first, second) == (Memory(activation_offloading=1.0), Memory(tiled_mlp=4096))
+
+
+def test_ffpa_takes_less_for_the_widest_heads() -> None:
+    tiles = Memory(tiled_mlp=4096)
+    wide, narrow = (replace(LLAMA, sizes=replace(SIZES, head_dim=size, value_dim=size)) for size in (512, 128))
+    assert replace(wide, ffpa=True).working(tiles) < 0.7 * wide.working(tiles)
+    assert replace(narrow, ffpa=True).working(tiles) == narrow.working(tiles)
+
+
+def test_the_advice_names_the_tiles_of_the_rule() -> None:
+    tiles = {levels_of(tokens)[-1].tiled_mlp: tokens for tokens in (65535, 65536)}
+    assert tiles == {4096: 65535, 16384: 65536}
+    assert "Memory(tiled_mlp=16384, " in OUT_OF_MEMORY
+    assert ", with tiled_mlp=4096 below 65,536 tokens a GPU;" in OUT_OF_MEMORY
 
 
 def test_the_second_step_takes_what_fits_by_the_first() -> None:

@@ -28,6 +28,7 @@ from transformers import (
 
 from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
+from hf_burst.cli.plan import capacity_here
 from hf_burst.errors import ConfigError
 from hf_burst.hf.admission import CLASSES
 from hf_burst.hf.forward_pass import Checkpoints
@@ -37,13 +38,15 @@ from hf_burst.hf.view import ModelView
 from hf_burst.kernels import BackwardInputs, Band, Kernel, Scores
 from hf_burst.kernels.ffpa import FfpaKernel
 from hf_burst.kernels.torch_efficient import TorchEfficientKernel
+from hf_burst.layers import host_limits
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
-from hf_burst.sizing.memory import LOADING, estimate_memory, memory_of_step
+from hf_burst.sizing.memory import LOADING, estimate_memory, gaps_of, memory_of_step
 from hf_burst.sizing.model import NF4, Training, rounded
 from hf_burst.sizing.prompts import memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
 from hf_burst.sizing.shapes import NAMES, dense_model, shape_name
+from recipes.benchmarks import fits
 from tests.recurrent import test_recurrent
 from tests.support import models, predictions
 from tests.support.live_memory import LiveMemory
@@ -167,6 +170,38 @@ def test_layers_with_other_heads_are_counted_as_they_are() -> None:
     assert by_ffpa < several
     prompt = memory_of_prompt(model, packed, H200)
     assert prompt.activations == 2.0 * 262144 * (3 * 3840 + 2 * model.head_dim + 2 * (8192 + 512) + 8192)
+    for capacity in (replace(H200, ffpa=True), replace(H200, on_gpu=False)):
+        assert memory_of_prompt(model, packed, capacity).activations == prompt.activations - 2 * 262144 * 8192
+    assert prompt.keys == 8 * 262144 * 2 * 2 * 512 + 40 * 1023 * 2 * 2 * 2048
+
+
+def test_norms_of_heads_count_for_the_heads_of_their_layer() -> None:
+    """Heads of one size may be more in some layers, and one norm without a weight may serve queries and keys."""
+    seeing = transformers.Step3p7ForConditionalGeneration
+    text = {"num_attention_heads": 64, "num_sliding_attention_heads": 96, "num_hidden_layers": 4}
+    text["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+    model = model_size(seeing, seeing.config_class(text_config=text))
+    assert [(heads, count) for _, heads, count in model.heads] == [((64, 8, 128, 128), 1), ((96, 8, 128, 128), 3)]
+    assert model.norms == 2 * 4096 + 128 * ((64 + 3 * 96) / 4 + 8)
+    shared = transformers.Llama4ForCausalLM
+    layers = 3 / 4  # those with rotary positions
+    assert model_size(shared, shared.config_class(num_hidden_layers=4)).norms == 2 * 5120 + layers * 2 * 128 * (40 + 8)
+
+
+def test_ffpa_is_planned_with_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    asked = SimpleNamespace(model="gemma-4-12b", layers=2, machine="h100", gpu_memory=30.0, weights="lora")
+    asked.length, asked.document = 4096, 0
+    monkeypatch.setattr(host_limits, "gpus_of_host", lambda device: 4)
+    monkeypatch.setattr(fits, "fit", lambda model, how, capacity: capacity)
+    for refusal in ("not installed", None):
+        monkeypatch.setattr(FfpaKernel, "unavailable", lambda *_, refusal=refusal: refusal)
+        found = capacity_here(4)
+        assert (found.gpu_memory, found.ranks_per_host, found.ffpa) == (40 * 2**30, 4, refusal is None)
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            capacity: Any = fits.promised(asked, 2)[1]
+        assert (capacity.gpu_memory, capacity.ranks_per_host, capacity.ffpa) == (30 * 2**30, 2, refusal is None)
 
 
 @pytest.mark.parametrize(
@@ -777,6 +812,18 @@ def test_weights_of_4_bits_are_loaded_whole(capsys: pytest.CaptureFixture[str]) 
     assert "GiB, the most in the loading of all weights on every GPU, before FSDP2 shards them: weights 37.58" in report
     assert "Give GPUs of more memory.\n" in report
     assert main([*words, "llama-3.3-70b", "--gpus", "4", "--machine", "h100"]) == 0
+    assert main([*words, "qwen3.6-27b", "--gpus", "4"]) == 0, "no kernel is tuned while weights are loaded"
+    capsys.readouterr()
+    assert main([*words, "qwen3-32b", "--gpus", "2", "--offload-weights", "--host-memory", "1"]) == 1
+    report = capsys.readouterr().out
+    assert re.search(r"GiB, the most in the loading .*; 1\d\.\d\d of the 1 of its host\n", report)
+    assert "Give more --gpus.\n" in report, "the GPUs have memory enough"
+    model, _ = dense_model("qwen3-32b") or (LLAMA, None)
+    how = Training(53248, 8, 8, weights="4bit", lora=16, tiled_mlp=4096)
+    plain = {moment.moment: moment.total for moment in memory_of_step(model, how, H200)}
+    most = estimate_memory(model, how, H200)
+    assert max(plain, key=lambda moment: plain[moment]) == LOADING != most.moment, "which leaves no gaps"
+    assert most.total > estimate_memory(model, replace(how, length=8192), H200).total
 
 
 def test_weights_that_wait_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -803,6 +850,29 @@ def test_weights_that_wait_on_the_host(capsys: pytest.CaptureFixture[str]) -> No
     assert 240 < float(re.search(r"; (\d+\.\d+) of the 400 of its host", report)[1]) < 260
     with pytest.raises(ConfigError, match=r"offloaded_weights is set, and sharded is 'ddp'\. Take 'fsdp2'"):
         replace(there, sharded="ddp")
+
+
+def test_weights_of_one_gpu_that_wait_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """By FSDP2, which casts hidden states, gathers layers and leaves scales of 4 bits on the GPU."""
+    alone = Training(16384, 1, 1, weights="fp32")
+    there = replace(alone, offloaded_weights=True)
+    assert (alone.itemsize, there.itemsize) == (4, 2)
+    assert gaps_of(0, there, 1.0) == gaps_of(0, replace(alone, gpus=2), 1.0) < gaps_of(0, alone, 1.0)
+    words = ["plan", "--length", "4k", "--gpus", "1", "--machine", "rtx4090", "--model"]
+    assert main([*words, "llama-3-8b", "--weights", "fp32"]) == 1
+    assert " or --offload-weights.\n" in capsys.readouterr().out
+    assert main([*words, "llama-3-8b", "--weights", "fp32", "--offload-weights", "--host-memory", "200"]) == 0
+    assert "all fp32 weights, AdamW, fsdp2, " in capsys.readouterr().out
+    assert main([*words, "qwen3-32b", "--qlora", "--offload-weights"]) == 0
+    report = capsys.readouterr().out
+    assert "adapters of rank 16 on 4bit weights, AdamW, fsdp2, " in report
+    assert "\nassumed: bnb_4bit_quant_storage is a dtype of floats" in report
+    quantized = ["qwen3-30b-a3b", "--qlora", "--quantize-experts"]
+    assert main([*words, *quantized, "--offload-weights"]) == 0
+    experts = 28.991e9 / 2**30
+    assert f" weights in 4bit, {experts / 2:.1f} GiB of the host for each GPU\n" in capsys.readouterr().out
+    assert main([*words, *quantized, "--sharded", "fsdp2", "--gpus", "8"]) == 0
+    assert f" weights in 4bit, {experts * (0.5 / 8 + 0.127 / 8):.1f} GiB a GPU\n" in capsys.readouterr().out
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:

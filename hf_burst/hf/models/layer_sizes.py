@@ -54,7 +54,8 @@ def layer_sizes(view: ModelView) -> LayerSizes:
     for layer, pattern in layers:
         patterns[pattern] += head_size(layer)
     mean = patterns.total() / max(1, len(layers))
-    heads = tuple(dict.fromkeys(_heads_of(layer) for layer, _ in layers))
+    kinds = Counter((pattern, heads_of(layer)) for layer, pattern in layers)
+    differ = len({heads for _, heads in kinds}) > 1
     return LayerSizes(
         layers=getattr(text, "num_hidden_layers", 1),
         hidden=text.hidden_size,
@@ -65,7 +66,7 @@ def layer_sizes(view: ModelView) -> LayerSizes:
         value_dim=getattr(first, "v_head_dim", None) or round(mean),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=view.find(recurrent_sizes),
-        heads=heads if len(heads) > 1 else (),
+        heads=tuple((*kind, count) for kind, count in kinds.items()) if differ else (),
     )
 
 
@@ -74,7 +75,8 @@ def attending_layers(view: ModelView) -> list[tuple[PreTrainedConfig, MaskPatter
     return patterns_of_layers(view.root.config, view.find(task_of)) if view.find(has_attention) else []
 
 
-def _heads_of(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
+def heads_of(layer: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Returns query heads, key heads, and the sizes of those of queries and keys, and of values."""
     q_heads, size = layer.num_attention_heads, head_size(layer)
     return (
         q_heads,

@@ -18,11 +18,11 @@ from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
 from .cut_point import language_model_path
-from .layer_sizes import experts_of, is_experts, layer_sizes
+from .layer_sizes import experts_of, heads_of, is_experts, layer_sizes
 from .recurrent import recurrent_modules
 from .support import check_model, has_attention
 
-_LAYER = re.compile(r"\.\d+\.")
+_LAYER = re.compile(r"\.(\d+)\.")
 # factors from patches per side to tokens per side, or the inverse
 _SIDES = ("spatial_merge_size", "scale_factor", "downsample_factor", "pooling_kernel_size", "merge_kernel_size")
 _SHARES = ("downsample_ratio", "pixel_shuffle_ratio")
@@ -94,18 +94,21 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
 def _normed(view: ModelView, counts: "_Weights") -> float:
     """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms.
     Those of norms without a weight, which are no kernels and keep them in fp32, count twice."""
-    total, modules, kinds = 0.0, dict(view.named), {kind.head_dim: kind for kind in layer_sizes(view).kinds}
+    total, modules, text = 0.0, dict(view.named), view.root.config.get_text_config()
+    configs = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else []
     recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
     for path, module in view.named:
         known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
-        if not known or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
+        layer = _LAYER.search(path)
+        if not known or id(module) in recurrent or layer is None or not counts.reads(path):
             continue
         owner, _, name = path.rpartition(".")
         weight = getattr(module, "weight", None)
         size = getattr(modules[owner], "head_dim", 0) if weight is None else weight.numel()
-        kind = kinds.get(size)
-        heads = {"q": kind.q_heads, "k": kind.kv_heads, "v": kind.kv_heads} if kind else {}
-        total += size * heads.get(name[:1], 1) * (2 if weight is None else 1)
+        config = configs[int(layer[1])] if configs else text
+        q_heads, kv_heads, head_dim, _ = heads_of(config) if name[:1] in "qkv" else (0, 0, 0, 0)
+        heads = q_heads * name.startswith("q") + kv_heads * name.startswith(("k", "v", "qk"))
+        total += size * (heads if size == head_dim else 1) * (2 if weight is None else 1)
     return total
 
 

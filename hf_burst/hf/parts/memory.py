@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...config import BurstConfig, Memory
 from ...errors import OUT_OF_MEMORY, ConfigError
+from ...kernels.ffpa import FfpaKernel
 from ...layers.host_limits import share_of_host
 from ...plan.layer_sizes import StepEstimate
 from ...plan.memory_levels import SETTINGS, TILE, MeasuredLevels, Size, levels_for, named
@@ -188,7 +189,10 @@ class MemoryRule(Part):
         if key not in self.rules:
             local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
             itemsize = dtype_of_states(call.view).itemsize
-            estimate = StepEstimate(layer_sizes(call.view), itemsize, key[0], call.group.size > 1)
+            sizes = layer_sizes(call.view)
+            wide = call.config.kernel in ("auto", "ffpa") and any(kind.widest_heads for kind in sizes.kinds)
+            ffpa = wide and FfpaKernel().unavailable(512, 512) is None
+            estimate = StepEstimate(sizes, itemsize, key[0], call.group.size > 1, ffpa)
             sharded = any(isinstance(weight, DTensor) for weight in trained)
             gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
             self.rules[key] = MeasuredLevels(estimate, gradients, sharded)

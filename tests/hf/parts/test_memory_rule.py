@@ -4,7 +4,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,14 +12,18 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_burst
-from hf_burst.config import Memory
+from hf_burst.config import KernelName, Memory
 from hf_burst.errors import ConfigError
 from hf_burst.hf import attention
+from hf_burst.hf.forward_pass import Checkpoints
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.allocator import RoomForKernels, expand_segments
 from hf_burst.hf.parts.memory import MemoryRule, Step
+from hf_burst.hf.view import ModelView
+from hf_burst.kernels.ffpa import FfpaKernel
 from tests.hf.parts.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
@@ -129,6 +133,20 @@ def test_the_allocator_is_asked_for_expandable_segments(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     assert not expand_segments()
     assert not asked, "vLLM's pools cannot have them"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "ffpa"), [("auto", 512, True), ("auto", 64, False), ("torch_efficient", 512, False)]
+)
+def test_ffpa_is_counted_where_it_computes(
+    monkeypatch: pytest.MonkeyPatch, kernel: KernelName, size: int, ffpa: bool
+) -> None:
+    monkeypatch.setattr(FfpaKernel, "unavailable", lambda *_: None)
+    sizes = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=size)
+    view = ModelView(model := LlamaForCausalLM(sizes))
+    config, group = hf_burst.BurstConfig(kernel=kernel), SimpleNamespace(size=1)
+    call: Any = SimpleNamespace(view=view, config=config, group=group, device=model.device)
+    assert MemoryRule(config)._rule(call, Checkpoints(), []).estimate.ffpa == ffpa
 
 
 def chooses(**settings: Any) -> Any:
