@@ -177,7 +177,12 @@ def run_in_forks(words: list[str]) -> object:
                 raise AssertionError(f"{kind} {recipe} {rest} ended: {end.code}") from end
 
     os.environ |= {"ACCELERATE_USE_CPU": "1"}
-    with mock.patch.object(as_shipped, "started", started), mock.patch.object(sys, "argv", ["as_shipped.py", *words]):
+    sys.path.insert(0, str(as_shipped.ROOT / "recipes"))
+    with (
+        mock.patch.object(as_shipped, "started", started),
+        mock.patch.object(sys, "argv", ["as_shipped.py", *words]),
+        mock.patch.dict("settings.DEFAULTS", use_cpu=True),  # other tests may have read the environment before
+    ):
         try:
             as_shipped.main()
         except SystemExit as end:
