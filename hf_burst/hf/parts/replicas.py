@@ -129,5 +129,6 @@ def _checksum(model: nn.Module) -> Tensor:
     text, weights = "", list[Tensor]()
     for name, parameter in model.named_parameters():
         text += f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
-        weights += [parameter] * _is_replicated(parameter)
+        if _is_replicated(parameter):
+            weights.append(parameter)
     return sum_of_bits(weights) + zlib.crc32(text.encode())
