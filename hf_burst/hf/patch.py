@@ -119,8 +119,6 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         patch.remove(view)
         raise
     setattr(base, PATCH, patch)
-    if torch.cuda.is_available():
-        tune_in_parallel()
     if dist.is_initialized() and dist.get_world_size() > 1:
         watch_of_process()  # another rank may come to the first pass alone
     return model
@@ -344,6 +342,8 @@ class _Patch:
 
     def _begin(self, run: ForwardPass, cache: ShardedCache | None) -> dict[str, Any]:
         """Prepares all parts and the layers for a pass, and returns the model's arguments."""
+        if run.device.type == "cuda":  # not when patching: a notebook's processes are forks, and want CUDA untouched
+            tune_in_parallel()
         for part in self.parts:
             part.run = run
             part.begin(run)

@@ -22,6 +22,7 @@ from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, b
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import admission
 from hf_burst.hf.batches.sharded import checksum
+from hf_burst.hf.forward_pass import ForwardPass
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.spread.value import Spread
@@ -793,3 +794,21 @@ def test_what_would_be_lost_silently_is_an_error(ranks: Ranks, size: int) -> Non
         differentiate_twice(0, 1)
     else:
         ranks(size).run(differentiate_twice)
+
+
+def test_gpus_are_asked_for_by_a_pass_and_not_by_patching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may patch a model before it forks, and CUDA that was asked for does not work in forks."""
+
+    class Asked(Exception): ...
+
+    for name in ("is_available", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(side_effect=Asked(name)))
+    model, batch = models.make_model("llama"), models.make_batch("plain", 24)
+    with mock.patch("hf_burst.hf.patch.tune_in_parallel", side_effect=Asked) as tune:
+        hf_burst.patch_model(model)
+        model(**batch)
+        tune.assert_not_called()
+        monkeypatch.setattr(ForwardPass, "device", torch.device("cuda"))
+        with pytest.raises(Asked):
+            model(**batch)
+        tune.assert_called_once()

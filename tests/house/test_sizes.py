@@ -11,7 +11,7 @@ LINES = {
     "hf/batches": 1_088,
     "hf/generation": 1_503,
     "hf/models": 1_433,
-    "hf/parts": 2_984,
+    "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_613,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_410,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_568, 0.17, 1_484, 281
+NODES, TUPLES, REFUSING, RAISES = 130_570, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

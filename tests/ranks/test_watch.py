@@ -439,6 +439,23 @@ def end_early(rank: int, size: int) -> None:
         in_time(lambda: model(**batch).loss.backward())
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14517", "another rank was lost"),
+        ("NCCL error: invalid usage. Duplicate GPU detected", "Duplicate GPU detected"),
+        ("CUDA out of memory", "CUDA out of memory"),
+    ],
+)
+def test_what_ended_a_pass_is_told_but_for_a_connection_that_was_closed(said: str, told: str) -> None:
+    watch, group = object.__new__(Watch), mock.Mock()
+    watch.counts, watch.interval = {}, 1.0
+    with mock.patch.object(watch, "_within"):
+        watch.give_up(group, RuntimeError(said))
+    assert told in watch.counts_of(group).broken
+    assert "gloo" not in watch.counts_of(group).broken
+
+
 def fail_early(rank: int, size: int) -> None:
     model, batch = patched()
     model(**batch)

@@ -297,6 +297,21 @@ def test_any_exception_of_one_rank_reaches_all(ranks: Ranks) -> None:
     assert "Rank 0 of the group stopped" in str(other)
 
 
+def give_tokens_twice(rank: int, size: int) -> None:
+    model, batch = models.patch(models.make_model("llama").train()), good(rank)
+    model(*([batch["input_ids"]] if rank == 0 else []), **batch)
+
+
+def test_arguments_that_one_rank_gives_twice(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(give_tokens_twice, timeout=60)
+    own, other = caught.value.errors
+    assert isinstance(own, TypeError)
+    assert "multiple values for argument 'input_ids'" in str(own)
+    assert isinstance(other, RankMismatchError)
+    assert "Rank 0 of the group stopped" in str(other)
+
+
 def plain_data_parallelism(rank: int, size: int) -> None:
     accelerator = Accelerator(cpu=True)
     model = models.patch(models.make_model("llama").train())
