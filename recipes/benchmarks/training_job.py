@@ -224,16 +224,12 @@ def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None
         layer.to(device or next(layer.parameters()).device)
         for name, module in [*layer.named_modules()]:
             if isinstance(module, nn.Linear):
-                small = Linear4bit(
-                    *(module.in_features, module.out_features),
-                    bias=module.bias is not None,
-                    compute_dtype=module.weight.dtype,
-                    quant_type="nf4",
-                    device="meta",
-                )
+                dtype = module.weight.dtype
+                how = {"quant_type": "nf4", "quant_storage": dtype}  # FSDP2 shards floats
+                sizes = module.in_features, module.out_features
+                small = Linear4bit(*sizes, module.bias is not None, dtype, device="meta", **how)
                 small.bias = module.bias
-                weight = Params4bit(module.weight.data, requires_grad=False, quant_type="nf4", module=small)
-                small.weight = weight.to(module.weight.device)
+                small.weight = Params4bit(module.weight.data, False, module=small, **how).to(module.weight.device)
                 layer.set_submodule(name, small)
                 continue
             for own, weight in [*module.named_parameters(recurse=False)]:
