@@ -4,8 +4,8 @@
     python recipes/benchmarks/engines.py --engine one-gpu $O
     accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
         recipes/benchmarks/engines.py --engine hf_burst $O  # or torch
-    accelerate launch --use_deepspeed --zero_stage 3 --zero3_init_flag false --gradient_clipping 1.0 \\
-        --num_processes 2 recipes/benchmarks/engines.py --engine deepspeed $O
+    accelerate launch --config_file recipes/configs/accelerate_zero3.yaml --num_processes 2 \\
+        recipes/benchmarks/engines.py --engine deepspeed $O
     python recipes/benchmarks/engines.py --table outputs/engines.json --picture outputs/engines.png
 
 Every launch trains by TRL's `SFTTrainer` and adds a row to the file `--out`: loss and gradient norm of every step, its
@@ -34,6 +34,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -49,7 +50,7 @@ SEED = 0
 # of agents' trajectories half have 40,000 tokens at most and 95 % have 75,000, in rows of 131,072 (NeMo Automodel 0.7)
 MEDIAN, SPREAD = 40_000 / 131_072, math.log(75 / 40) / 1.645
 ALIKE = ("model", "layers", "weights", "data", "unpacked", "length", "learning_rate")  # rows that are compared
-HEADS = "engine|s a step|hf_burst is faster by|GiB allocated|GiB reserved|host GiB|loss off by, at most|on average"
+HEADS = "engine|s a step|times hf_burst's|GiB allocated|GiB reserved|host GiB|loss off by, at most|on average"
 
 
 def alone(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
@@ -93,6 +94,7 @@ def load(arguments: argparse.Namespace) -> Any:
     """The model of a folder, or random weights. Weights that learn are in fp32, as mixed precision wants them."""
     dtype = torch.bfloat16 if arguments.weights == "lora" and torch.cuda.is_available() else torch.float32
     if arguments.model in SHAPES:
+        unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
         model: Any = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
         model.set_attn_implementation(attention_of(arguments.engine))
         return model
