@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
 from hf_burst.hf.models.support import base_model
-from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, make_model, quiet, run
+from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, expandable_segments, make_model, quiet, run
 from recipes.benchmarks.harness import Row, begin, file_to_write, options_of, rows_in, table, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import leave_adapters_to_peft
@@ -50,7 +50,6 @@ SEED = 0
 # of agents' trajectories half have 40,000 tokens at most and 95 % have 75,000, in rows of 131,072 (NeMo Automodel 0.7)
 MEDIAN, SPREAD = 40_000 / 131_072, math.log(75 / 40) / 1.645
 ALIKE = ("model", "layers", "weights", "data", "unpacked", "length", "learning_rate")  # rows that are compared
-HEADS = "engine|s a step|times hf_burst's|GiB allocated|GiB reserved|host GiB|loss off by, at most|on average"
 
 
 def alone(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
@@ -79,12 +78,16 @@ def context_parallelism(arguments: argparse.Namespace, gpus: int) -> dict[str, A
     return {"parallelism_config": ParallelismConfig(cp_size=gpus), "pad_to_multiple_of": 2 * gpus}
 
 
+def on_cudnn(model: Any, arguments: argparse.Namespace) -> None:
+    """Leaves torch's attention to cuDNN, which is the fastest of its kernels on Hopper GPUs."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
 def ulysses(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """DeepSpeed's, as accelerate and TRL run it: under ZeRO-3."""
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    handler.sp_attn_implementation = attention_of(
-        "deepspeed"
-    )  # accelerate 1.15 does not know flash-attn 4, yet it runs
+    handler.sp_attn_implementation = attention_of("deepspeed")  # of flash-attn 4 accelerate 1.15 does not know
     shared = ParallelismConfig(sp_backend="deepspeed", sp_size=gpus, sp_handler=handler)
     on_cpus = {} if torch.cuda.is_available() else {"use_cpu": False, "ddp_backend": "gloo"}
     return {"parallelism_config": shared, "pad_to_multiple_of": gpus, **on_cpus}
@@ -93,14 +96,13 @@ def ulysses(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
 def load(arguments: argparse.Namespace) -> Any:
     """The model of a folder, or random weights. Weights that learn are in fp32, as mixed precision wants them."""
     dtype = torch.bfloat16 if arguments.weights == "lora" and torch.cuda.is_available() else torch.float32
-    if arguments.model in SHAPES:
-        unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
-        model: Any = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
-        model.set_attn_implementation(attention_of(arguments.engine))
-        return model
-    return AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=dtype, attn_implementation=attention_of(arguments.engine)
-    )
+    kernel = attention_of(arguments.engine)
+    if arguments.model not in SHAPES:
+        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation=kernel)
+    unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
+    model: Any = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
+    model.set_attn_implementation(kernel)
+    return model
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,13 @@ class Engine:
     attention: str = "flash_attention_4"  # of Transformers, on GPUs
     change: Callable[[Any, argparse.Namespace], Any] | None = None  # of the model, before the trainer has it
     load: Callable[[argparse.Namespace], Any] = load
-    offload: str = "checkpoints"  # what `--offload` asks to keep layers' inputs on the host
 
 
 ENGINES = {
     "one-gpu": Engine(alone),
-    "hf_burst": Engine(burst, attention="sdpa", change=patch, offload="hf_burst"),
+    "hf_burst": Engine(burst, attention="sdpa", change=patch),
     "torch": Engine(context_parallelism, attention="sdpa"),
+    "torch-cudnn": Engine(context_parallelism, attention="sdpa", change=on_cudnn),
     "deepspeed": Engine(ulysses),
 }
 
@@ -130,12 +132,12 @@ def attention_of(engine: str) -> str:
 def settings_of(arguments: argparse.Namespace, gpus: int) -> trl.SFTConfig:
     """The settings that all engines have, and those of one."""
     engine, cuda = ENGINES[arguments.engine], torch.cuda.is_available()
-    offload = {"offload": True} if arguments.offload and engine.offload == "checkpoints" else {}
+    offload = {"offload": True} if arguments.offload and arguments.engine != "hf_burst" else {}
     common = quiet(not cuda) | {
         "output_dir": arguments.folder,
         "max_steps": arguments.steps,
         "max_length": arguments.length,
-        "packing": packed(arguments),
+        "packing": arguments.packed,
         "per_device_train_batch_size": 1,
         "train_sampling_strategy": "sequential",
         "gradient_checkpointing_kwargs": {"use_reentrant": False, **offload},
@@ -150,15 +152,10 @@ def settings_of(arguments: argparse.Namespace, gpus: int) -> trl.SFTConfig:
     return trl.SFTConfig(**common | engine.settings(arguments, gpus))
 
 
-def packed(arguments: argparse.Namespace) -> bool:
-    """Whether TRL packs the rows."""
-    return arguments.data == "agents" and not arguments.unpacked
-
-
 def rows_of(arguments: argparse.Namespace, vocabulary: int) -> Dataset:
     """Tokens and labels of rows: texts of `--length` tokens, or agents' trajectories, three for a packed row. Of every
     256th of a row, agents read three quarters and learn to write the last one."""
-    count = arguments.steps * (3 if packed(arguments) else 1)
+    count = arguments.steps * (3 if arguments.packed else 1)
     sizes = [arguments.length] * count
     if arguments.data == "agents":
         drawn = torch.randn(count, generator=torch.Generator().manual_seed(SEED))
@@ -206,33 +203,30 @@ def make_trainer(arguments: argparse.Namespace, args: trl.SFTConfig, measure: Me
 def tell(trainer: Any, arguments: argparse.Namespace, ranks: Ranks) -> Row:
     """What was learnt, of which rows, and what the processes hold on the host in the end."""
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    ours = arguments.engine == "hf_burst"
+    ours, host = arguments.engine == "hf_burst", torch.cuda.host_memory_stats() if ranks.cuda else {}
+    locked = host.get("reserved_bytes.peak", host.get("allocated_bytes.peak", 0))  # by torch, whose older name is last
     return {
         "chosen": chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if ours else None,
         "losses": [entry["loss"] for entry in logged],
         "gradient_norms": [float(entry["grad_norm"]) for entry in logged],
         "tokens": [len(ids) for ids in trainer.train_dataset[: arguments.steps]["input_ids"]],
         "host_gib": sum(ranks.gather(psutil.Process().memory_info().rss / GIB)),
+        "page_locked_gib": sum(ranks.gather(locked / GIB)),
     }
 
 
-def compared(rows: Sequence[Row]) -> Iterator[tuple[Row, str, Row | None, Row | None]]:
-    """Rows, their labels, and the rows of one GPU and of hf_burst that trained alike."""
+def compared(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[float], float | None]]:
+    """Labels and rows; how far their losses are from those of one GPU, step by step, and the seconds of hf_burst, where
+    these trained alike."""
     for row in rows:
-        told = [
-            row["engine"],
-            *(name for name in ("offload", "no_liger") if row[name]),
-            *map(str, row["settings"].items()),
-        ]
+        told = [row["engine"], *(name.replace("_", " ") for name in ("offload", "no_liger") if row[name])]
+        told += [f"{name} {value}" for name, value in row["settings"].items()]
         told += ["peft's adapters"] if row["adapters"] == "peft" else []
         alike = [other for other in rows if other["status"] == "ok" and all(other[key] == row[key] for key in ALIKE)]
         found = {other["engine"]: other for other in reversed(alike)}
-        yield row, ", ".join(told), found.get("one-gpu"), found.get("hf_burst")
-
-
-def distances(row: Row, reference: Row) -> list[float]:
-    """How far losses are from those of one GPU, step by step."""
-    return [abs(loss - other) for loss, other in zip(row["losses"], reference["losses"], strict=False)]
+        pairs = zip(row.get("losses", []), found.get("one-gpu", {}).get("losses", []), strict=False)
+        ours = seconds_of(found["hf_burst"]) if "hf_burst" in found else None
+        yield ", ".join(told), row, [abs(loss - other) for loss, other in pairs], ours
 
 
 def seconds_of(row: Row) -> float:
@@ -242,19 +236,18 @@ def seconds_of(row: Row) -> float:
 
 def as_table(rows: Sequence[Row]) -> str:
     """A line for each row."""
+    heads = ["engine", "s a step", "times hf_burst's", "GiB allocated", "GiB reserved", "host GiB"]
     lines = []
-    for row, label, alone, ours in compared(rows):
+    for label, row, apart, ours in compared(rows):
         if row["status"] != "ok":
             lines.append([label, row["reason"].partition("\n")[0][:200]])
             continue
-        peaks = (max(step.get(name, 0) for step in row["steps"]) for name in ("allocated_gib", "reserved_gib"))
-        apart = distances(row, alone) if alone else []
-        off = [f"{max(apart):.1e}", f"{statistics.mean(apart):.1e}"] if apart else ["-", "-"]
-        faster = f"{seconds_of(row) / seconds_of(ours):.2f}" if ours else "-"
-        lines.append(
-            [label, f"{seconds_of(row):.3g}", faster, *(f"{value:.1f}" for value in (*peaks, row["host_gib"])), *off]
-        )
-    return table(HEADS.split("|"), lines)
+        cells = [f"{seconds_of(row):.3g}", f"{seconds_of(row) / ours:.2f}" if ours else "-"]
+        for name in ("allocated_gib", "reserved_gib"):
+            cells.append(f"{max(step.get(name, 0) for step in row['steps']):.1f}")
+        off = [f"{value:.1e}" for value in (max(apart), statistics.mean(apart))] if apart else []
+        lines.append([label, *cells, f"{row['host_gib']:.1f}", *off])
+    return table([*heads, "loss off by, at most", "on average"], lines)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -263,14 +256,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for row, label, alone, _ in compared(rows):
-        if row["status"] == "ok":
-            (line,) = curves.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=1)
-            if alone and row is not alone:
-                far = distances(row, alone)
-                apart.plot(range(1, len(far) + 1), far, color=line.get_color(), linewidth=1)
+    for index, (label, row, far, _) in enumerate(compared(rows)):
+        style = {"color": f"C{index}", "linestyle": ("-", "--", ":", "-.")[index % 4]}
+        curves.plot(range(1, len(row.get("losses", [])) + 1), row.get("losses", []), label=label, **style)
+        apart.plot(range(1, len(far) + 1), far, **style)
     curves.set(ylabel="loss")
-    apart.set(xlabel="step", ylabel="from one GPU's", yscale="log")
+    apart.set(xlabel="step", ylabel="from one GPU's")
+    apart.set_yscale("symlog", linthresh=1e-6)
     curves.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
@@ -297,6 +289,7 @@ def read_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.table and not (arguments.engine and arguments.model):
         parser.error("give --engine and --model, or --table")
+    arguments.packed = arguments.data == "agents" and not arguments.unpacked  # by TRL
     return arguments
 
 
@@ -314,7 +307,7 @@ def main() -> None:
     args = settings_of(arguments, gpus)  # joins the processes
     told = ("engine", *ALIKE, "steps", "warmup", "offload", "no_liger", "settings", "adapters")
     ranks, row = begin(arguments, *told, device=args.device.type)
-    row |= {"expandable_segments": "expandable_segments:true" in os.environ.get("PYTORCH_ALLOC_CONF", "").lower()}
+    row["expandable_segments"] = expandable_segments()
     row |= run(partial(make_trainer, arguments, args), partial(tell, arguments=arguments, ranks=ranks), ranks)
     write(arguments.out, [*rows_in(arguments.out), row], ranks)
 
