@@ -19,13 +19,14 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import ParallelismConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.initialization import no_init_weights
 
@@ -175,31 +176,17 @@ def expandable_segments() -> bool:
     return "expandable_segments:true" in os.environ.get("PYTORCH_ALLOC_CONF", "").lower()
 
 
-def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, args: TrainingArguments) -> Trainer:
+def make_trainer(arguments: argparse.Namespace, length: int, args: TrainingArguments, measure: Measure) -> Trainer:
     """A trainer as users make it."""
     model: Any = make_model(arguments, length, args.device)
     if arguments.weights != "all":
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=16, target_modules=arguments.targets))
-    if arguments.contender == "hf_burst":
-        hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
+    hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
     batch = batch_of(length, arguments.document, model.config.get_text_config().vocab_size)
-    if arguments.contender == "trl":
-        return trl_trainer(model, args, batch["input_ids"][0].tolist(), measure)
     rows: Any = [batch] * arguments.steps
     return Trainer(model, args, train_dataset=rows, data_collator=itemgetter(0), callbacks=[measure])
-
-
-def trl_trainer(model: Any, args: TrainingArguments, tokens: list[int], measure: Measure) -> Trainer:
-    """The trainer of TRL's guide to long contexts: its own loss some tokens at a time, its collator."""
-    from datasets import Dataset
-    from trl import SFTTrainer
-
-    from recipes.byte_tokenizer import byte_tokenizer
-
-    table = Dataset.from_dict({"input_ids": [tokens] * args.max_steps})
-    return SFTTrainer(model, args, train_dataset=table, processing_class=byte_tokenizer(), callbacks=[measure])
 
 
 def quiet(cpu: bool) -> dict[str, Any]:
@@ -218,25 +205,17 @@ def quiet(cpu: bool) -> dict[str, Any]:
 
 
 def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
-    """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW. TRL's guide has no Liger,
-    and keeps the inputs of layers on the host."""
-    ours, kind, more = arguments.contender == "hf_burst", TrainingArguments, quiet(not torch.cuda.is_available())
-    shared = hf_burst.BurstParallelismConfig() if ours else ParallelismConfig(cp_size=gpus)
-    trl = arguments.contender == "trl"
-    if trl:
-        import trl as library
-
-        kind, more = library.SFTConfig, {**more, "max_length": arguments.length, "pad_to_multiple_of": 2 * gpus}
-        more["gradient_checkpointing_kwargs"] = {"offload": True}
-    return kind(
+    """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW."""
+    cpu = not torch.cuda.is_available()
+    return TrainingArguments(
         output_dir=arguments.folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
-        use_liger_kernel=torch.cuda.is_available() and not trl,
-        liger_kernel_config={"fused_linear_cross_entropy": not ours, "cross_entropy": False},
+        use_liger_kernel=not cpu,
+        liger_kernel_config={"fused_linear_cross_entropy": False, "cross_entropy": False},
         remove_unused_columns=False,
-        parallelism_config=shared if gpus > 1 else None,
-        **more,
+        parallelism_config=hf_burst.BurstParallelismConfig() if gpus > 1 else None,
+        **quiet(cpu),
     )
 
 
@@ -271,15 +250,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
     parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
-    parser.add_argument("--contender", choices=("hf_burst", "stock", "trl"), default="hf_burst")
     parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
     smaller = "GiB: as on a smaller GPU, where torch's allocator has what the plan says that CUDA and NCCL leave of it"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
-    arguments = parser.parse_args()
-    if arguments.contender == "trl" and arguments.length is None:
-        parser.error("--contender trl needs --length, as max_length")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -291,13 +266,12 @@ def main() -> None:
         as_on_a_smaller_gpu(arguments.gpu_memory - outside_of_torch(gpus) / GIB)
     length, promise = promised(arguments, gpus)
     args = training_arguments(arguments, gpus)  # joins the processes
-    told = ("model", "layers", "weights", "targets", "contender", "document")
-    ranks, row = begin(arguments, *told, device=args.device.type)
+    ranks, row = begin(arguments, "model", "layers", "weights", "targets", "document", device=args.device.type)
     row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
     row["promised"] = described(promise)
     ranks.say(json.dumps(row["promised"]))
     if arguments.steps:
-        row |= run(arguments, length, args, ranks)
+        row |= run(partial(make_trainer, arguments, length, args), tell, ranks)
     write(arguments.out, [*rows_in(arguments.out), row], ranks)
 
 
@@ -308,21 +282,24 @@ def as_on_a_smaller_gpu(memory_gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / total, device)
 
 
-def run(arguments: argparse.Namespace, length: int, args: TrainingArguments, ranks: Ranks) -> dict[str, Any]:
-    """Trains some steps, and tells what they took, or how they ended."""
-    start, measure, status, reason, chosen = time.perf_counter(), Measure(ranks), "ok", None, None
+def tell(trainer: Trainer) -> dict[str, Any]:
+    """What hf_burst chose."""
+    return {"chosen": chosen_of(trainer.accelerator.unwrap_model(trainer.model))}
+
+
+def run(make: Callable[[Measure], Trainer], tell: Callable[[Any], dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """Trains some steps, and tells what they took and what the trainer tells, or how they ended."""
+    start, measure, found = time.perf_counter(), Measure(ranks), {"status": "ok", "reason": None, "chosen": None}
     try:
-        trainer = make_trainer(arguments, length, measure, args)
+        trainer = make(measure)
         ranks.say(f"made after {time.perf_counter() - start:.0f} s")
         trainer.train()
-        if arguments.contender == "hf_burst":
-            chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model))
+        found |= tell(trainer)
     except Exception as problem:  # whatever ends it is a result
-        status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
-        print(f"rank {ranks.rank}: {reason}", flush=True)  # the others may wait for ever
+        found |= {"status": "failed", "reason": f"{type(problem).__name__}: {str(problem)[:600]}"}
+        print(f"rank {ranks.rank}: {found['reason']}", flush=True)  # the others may wait for ever
     measure.watcher.end()
-    steps = measure.on_all_ranks() if status == "ok" else measure.steps
-    return {"status": status, "reason": reason, "chosen": chosen, "steps": steps}
+    return found | {"steps": measure.on_all_ranks() if found["status"] == "ok" else measure.steps}
 
 
 if __name__ == "__main__":

@@ -253,7 +253,6 @@ def read_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if bool(arguments.images) == bool(arguments.frames):
         parser.error("give --images or --frames")
-    arguments.contender = "hf_burst"
     return arguments
 
 

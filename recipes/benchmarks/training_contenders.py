@@ -218,9 +218,14 @@ def kept_otherwise(job: Job, way: Way, offload: bool) -> Iterator[Loss]:
 def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     """Trains by hf_burst without the part that computes adapters, so that peft does."""
     with burst(job, settings) as loss:
-        patch = getattr(job.base, PATCH)
-        patch.parts = tuple(part for part in patch.parts if not isinstance(part, Adapters))
+        leave_adapters_to_peft(job.base)
         yield loss
+
+
+def leave_adapters_to_peft(model: PreTrainedModel) -> None:
+    """Takes the part that computes adapters away from a patched model."""
+    patch = getattr(model, PATCH)
+    patch.parts = tuple(part for part in patch.parts if not isinstance(part, Adapters))
 
 
 @contextmanager

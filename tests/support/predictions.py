@@ -93,7 +93,12 @@ def measured_steps() -> Iterator[Step]:
                 yield _training_step(file.stem, result, row, first)
     for file in sorted(RESULTS.glob("fits_*.json")):
         for row in json.loads(file.read_text()):
-            if row["contender"] == "hf_burst" and row["status"] == "ok" and row["chosen"] and len(row["steps"]) > 2:
+            if (
+                row.get("contender", "hf_burst") == "hf_burst"
+                and row["status"] == "ok"
+                and row["chosen"]
+                and len(row["steps"]) > 2
+            ):
                 yield _fits_step(file.stem, row)
     for file in sorted(RESULTS.glob("beginnings_*.json")):
         result = json.loads(file.read_text())
