@@ -7,6 +7,7 @@ from shutil import copy
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from byte_tokenizer import byte_tokenizer
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -187,6 +188,8 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
                     quantization = hf_burst.Experts4bitConfig.from_dict(quantization.to_dict())
                 options["quantization_config"] = quantization
             model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
+            if settings.load_in_4bit and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+                model.to("cpu")  # accelerate holds what is not yet sharded on every GPU, until all layers are
     if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients
         model.requires_grad_(False)
         for part in filter(None, (model.get_decoder(), model.get_output_embeddings())):

@@ -20,8 +20,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,104 +28,21 @@ from typing import Any
 import psutil
 import torch
 import trl
-from accelerate import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from peft import LoraConfig, PeftModel
+from transformers import AutoTokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-import hf_burst
-from hf_burst.hf.models.support import base_model
-from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, expandable_segments, make_model, quiet, run
+from recipes.benchmarks.engine_setups import ENGINES, SEED
+from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, expandable_segments, quiet, run
 from recipes.benchmarks.harness import Row, begin, file_to_write, options_of, rows_in, table, write
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_contenders import leave_adapters_to_peft
 from recipes.byte_tokenizer import byte_tokenizer
 
-SEED = 0
 # of agents' trajectories half have 40,000 tokens at most and 95 % have 75,000, in rows of 131,072 (NeMo Automodel 0.7)
 MEDIAN, SPREAD = 40_000 / 131_072, math.log(75 / 40) / 1.645
 ALIKE = ("model", "layers", "weights", "data", "unpacked", "length", "learning_rate")  # rows that are compared
-
-
-def alone(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """Nothing but TRL, in one process."""
-    if gpus > 1:
-        raise ValueError(f"one-gpu is one process, and these are {gpus}")
-    return {}
-
-
-def burst(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """All ranks share a sequence, under DDP or FSDP2 as it was launched."""
-    shared = hf_burst.BurstParallelismConfig() if gpus > 1 else None
-    return {"parallelism_config": shared, "ddp_find_unused_parameters": False}
-
-
-def patch(model: Any, arguments: argparse.Namespace) -> None:
-    """hf_burst's line of a script."""
-    memory = {"memory": {"activation_offloading": 1.0}} if arguments.offload else {}
-    hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict({**memory, **arguments.settings}))
-    if arguments.adapters == "peft":
-        leave_adapters_to_peft(base_model(model))
-
-
-def context_parallelism(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """torch's, as accelerate and TRL run it: under FSDP2, by torch's own attention."""
-    return {"parallelism_config": ParallelismConfig(cp_size=gpus), "pad_to_multiple_of": 2 * gpus}
-
-
-def on_cudnn(model: Any, arguments: argparse.Namespace) -> None:
-    """Leaves torch's attention to cuDNN, which is the fastest of its kernels on Hopper GPUs."""
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-
-def ulysses(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """DeepSpeed's, as accelerate and TRL run it: under ZeRO-3."""
-    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    handler.sp_attn_implementation = attention_of("deepspeed")  # of flash-attn 4 accelerate 1.15 does not know
-    shared = ParallelismConfig(sp_backend="deepspeed", sp_size=gpus, sp_handler=handler)
-    on_cpus = {} if torch.cuda.is_available() else {"use_cpu": False, "ddp_backend": "gloo"}
-    return {"parallelism_config": shared, "pad_to_multiple_of": gpus, **on_cpus}
-
-
-def load(arguments: argparse.Namespace) -> Any:
-    """The model of a folder, or random weights. Weights that learn are in fp32, as mixed precision wants them."""
-    dtype = torch.bfloat16 if arguments.weights == "lora" and torch.cuda.is_available() else torch.float32
-    kernel = attention_of(arguments.engine)
-    if arguments.model not in SHAPES:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation=kernel)
-    unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
-    model: Any = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
-    model.set_attn_implementation(kernel)
-    return model
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What differs from one engine to another."""
-
-    settings: Callable[[argparse.Namespace, int], dict[str, Any]]  # arguments of `SFTConfig`, for so many GPUs
-    attention: str = "flash_attention_4"  # of Transformers, on GPUs
-    change: Callable[[Any, argparse.Namespace], Any] | None = None  # of the model, before the trainer has it
-    load: Callable[[argparse.Namespace], Any] = load
-
-
-ENGINES = {
-    "one-gpu": Engine(alone),
-    "hf_burst": Engine(burst, attention="sdpa", change=patch),
-    "torch": Engine(context_parallelism, attention="sdpa"),
-    "torch-cudnn": Engine(context_parallelism, attention="sdpa", change=on_cudnn),
-    "deepspeed": Engine(ulysses),
-}
-
-
-def attention_of(engine: str) -> str:
-    """The attention of Transformers: on CPUs, torch's."""
-    return ENGINES[engine].attention if torch.cuda.is_available() else "sdpa"
 
 
 def settings_of(arguments: argparse.Namespace, gpus: int) -> trl.SFTConfig:
@@ -183,7 +99,9 @@ def stream(model: str, count: int, vocabulary: int) -> Iterator[int]:
 
 def make_trainer(arguments: argparse.Namespace, args: trl.SFTConfig, measure: Measure) -> Any:
     """TRL's trainer, as a script makes it."""
-    engine = ENGINES[arguments.engine]
+    engine, make_rows = ENGINES[arguments.engine], partial(rows_of, arguments)
+    if engine.trainer is not None:
+        return engine.trainer(arguments, measure, make_rows)
     model = engine.load(arguments)
     if engine.change is not None:
         engine.change(model, arguments)
@@ -193,9 +111,9 @@ def make_trainer(arguments: argparse.Namespace, args: trl.SFTConfig, measure: Me
     return trl.SFTTrainer(
         model,
         args,
-        train_dataset=rows_of(arguments, model.config.get_text_config().vocab_size),
+        train_dataset=make_rows(model.config.get_text_config().vocab_size),
         processing_class=tokenizer,
-        peft_config=lora if arguments.weights == "lora" else None,
+        peft_config=lora if arguments.weights == "lora" and not isinstance(model, PeftModel) else None,
         callbacks=[measure],
     )
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.initialization import no_init_weights
 
@@ -138,6 +139,8 @@ def make_model(arguments: argparse.Namespace, length: int, device: torch.device)
                 part.copy_(noise[: len(part)])
     if arguments.weights == "qlora":
         quantise(model, device)
+        if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # as the recipes do
+            model.to("cpu")
     return model
 
 
