@@ -58,7 +58,8 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
     try:
         with (
             _disable_current_modes(),
-            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            # detached: a result that its own node saves would keep the graph of a run that has no backward pass
+            saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor),
             torch.no_grad(),
             trial.draws(),
             torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False),

@@ -1,5 +1,7 @@
 """Modules in tiles: outputs and all gradients are those of the whole, and a tile's memory is there once."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,6 +27,7 @@ from hf_burst.hf.models.support import base_model
 from hf_burst.hf.parts.tiles import TiledForward, TiledMLP, candidates
 from hf_burst.hf.view import ModelView
 from hf_burst.layers.tiled import tiled
+from hf_burst.layers.tokenwise import obstacle_to_tiles
 from hf_burst.plan import Segments
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
@@ -573,6 +576,23 @@ def test_the_first_call_has_a_whole_tile() -> None:
     models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=40)))
     model(**models.make_batch("plain", 43))
     assert sizes[0] == 20, "of two rows"
+
+
+def test_a_trial_that_fails_keeps_nothing() -> None:
+    """The graph of its run is freed, though no backward pass does it: a node that saves its own result lives in it."""
+    kept = list[weakref.ref[Tensor]]()
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            opened = x.sigmoid()
+            kept.append(weakref.ref(opened))
+            return opened * x, x
+
+    tokens = torch.rand(1, 64, HIDDEN)
+    module = Both()
+    assert "one tensor" in obstacle_to_tiles(module, module, [tokens], TILE)
+    gc.collect()
+    assert [tensor() for tensor in kept] == [None]
 
 
 def test_weights_that_are_taken_apart_are_refused() -> None:
