@@ -116,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, config = find_model(arguments.model, arguments.trust_remote_code)
     if arguments.images and model.tower is None:
         raise ConfigError(
-            f"--images is {arguments.images}, and of {model.name} no tower is known that counts them. Built-in shapes "
-            "have none: give its folder. Else it is not served with images, or its config has no sizes of patches."
+            f"--images is {arguments.images}, and of {model.name} no tower is known. Built-in shapes have none: give "
+            "the folder or config.json of the model. Others are not served with images, or lack a patch size."
         )
     if arguments.quantize_experts and not model.fused:
         raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")
