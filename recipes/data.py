@@ -178,6 +178,9 @@ def tokens_of(
     tokens = tokenize(rows, reader, training, name, names)
     if kind == "dataset" and training.process_index == 0:
         report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
+        if answer_columns(rows):
+            counted = sum(len(labels) - labels.count(IGNORED) for labels in tokens["labels"])
+            print(f"the loss counts {counted:,} of these {lengths(tokens).sum():,} tokens")
     fitted = fit(tokens, training, settings.too_long, name)
     if len(fitted) != len(tokens) and training.process_index == 0:
         verb = "dropped" if settings.too_long == "drop" else "split"
@@ -330,7 +333,7 @@ def too_long(sizes: numpy.ndarray, longest: int, choice: str, name: str) -> nump
     if over.any() and choice == "refuse":
         raise SystemExit(
             f"{name}: {over.sum():,} of {len(sizes):,} rows have more than max_length ({longest:,}) tokens, the "
-            f"longest {sizes.max():,}. Set max_length higher, or too_long to split or drop."
+            f"longest {sizes.max():,}. Set max_length higher, or too_long to drop, or of text without images to split."
         )
     if over.all() and choice == "drop":
         raise SystemExit(f"{name}: all rows have more than max_length ({longest:,}) tokens; set max_length higher.")

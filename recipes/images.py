@@ -12,6 +12,7 @@ from typing import Any
 import data
 from chats import refuse_besides_text
 from datasets import Dataset, Image, List
+from PIL import Image as Picture
 from rows import NUMBER, map_rows
 from settings import DataSettings, ModelSettings, using
 from torch import Tensor, tensor
@@ -53,9 +54,13 @@ def opened(rows: Dataset, names: list[str]) -> Dataset:
 
 def found(row: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """The files of the images of a row, which lie in a folder or below it, or have whole names."""
+    if not isinstance(row["images"] or [], list):
+        raise ValueError(f"images is {row['images']!r}; it must be a list of files")
     files = [folder / name for name in row["images"] or ()]
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"its image {missing[0]} is no file")
+    for file in files:
+        Picture.open(file).close()  # which names a file that is no picture
     return {"images": [str(file) for file in files]}
 
 
@@ -66,7 +71,7 @@ def load_processor(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) 
         try:
             processor: Any = AutoProcessor.from_pretrained(name, revision=settings.model_revision)
         except ImportError as error:
-            way = "pip install torchvision" if "orchvision" in str(error) else "install that"
+            way = "install it as you installed torch" if "orchvision" in str(error) else "install that"
             raise ImportError(f"{' '.join(str(error).split()).partition(' but ')[0]}; {way}") from None
     if not isinstance(processor, ProcessorMixin):
         raise SystemExit(f"The rows have images, and {name!r} has no processor for them; set a model that sees.")

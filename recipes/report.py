@@ -157,7 +157,8 @@ def describe(trainer: Trainer) -> str:
     if length is None:
         tokens = "of any length"
     else:
-        tokens = f"of at most {length:,} tokens, {-(-length // size):,} a rank: at most {rows * length:,} tokens a step"
+        together = f": at most {rows * length:,} tokens a step" * (rows > 1)
+        tokens = f"of at most {length:,} tokens, {-(-length // size):,} a rank{together}"
     alone = ranks == 1 and training.use_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ  # by accelerate launch
     hint = "; for several processes on a CPU take --config_file recipes/configs/accelerate_2_processes.yaml" * alone
     return (
@@ -206,7 +207,8 @@ def next_steps(trainer: Trainer, trained: str) -> str:
     if (folder / "adapter_config.json").exists():
         merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
         return merge if rewards else f"{merge}; {evaluate}"
-    load = f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r})"
+    reader = ", and its AutoProcessor" * (folder / "processor_config.json").exists()
+    load = f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r}){reader}"
     return load if rewards else f"{load}; {evaluate}"
 
 

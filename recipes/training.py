@@ -197,7 +197,8 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
     done = last == [trainer.state.global_step] and not training.load_best_model_at_end
     if trainer.eval_dataset is not None and not done:
-        rows = f"{len(trainer.eval_dataset):,} row{'s' * (len(trainer.eval_dataset) > 1)}"
+        packed = "packed " * getattr(training, "packing", False)
+        rows = f"{len(trainer.eval_dataset):,} {packed}row{'s' * (len(trainer.eval_dataset) > 1)}"
         trainer.accelerator.print(f"the model is in {training.output_dir}; now it is evaluated on {rows}")
         trainer.evaluate()
     if measure is not None:

@@ -33,7 +33,7 @@ _OF_ADAPTERS = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own: groups that share less wait less for each other.",
-    "With gradient_accumulation_steps=N a step of the training takes N times these seconds.",
+    "With gradient_accumulation_steps=N a step takes N times these seconds. More than 4 GPUs: predicted, not measured.",
     "MFU: share of the GPU's peak. GiB: the most of a step. schedule: how the GPUs of a group exchange attention.",
     "settings: of hf_burst.Memory. Of speeds that differ by less than 1 %, the one of less memory is named.",
 )
@@ -116,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, config = find_model(arguments.model, arguments.trust_remote_code)
     if arguments.images and model.tower is None:
         raise ConfigError(
-            f"--images is {arguments.images}, and of {model.name} no tower is known whose images can be counted: it is "
-            "not served with images, or its config does not say how many patches become a token. Leave --images out."
+            f"--images is {arguments.images}, and of {model.name} no tower is known. Built-in shapes have none: give "
+            "the folder or config.json of the model. Others are not served with images, or lack a patch size."
         )
     if arguments.quantize_experts and not model.fused:
         raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")
@@ -365,8 +365,8 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
     for row in rows:
         how = row.fit.training
         at_a_time = how.gpus // how.burst_size
-        sequences = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
-        verdict = f"most tokens/s that fit{sequences}" if row is best else "" if row.fit.fits else "does not fit"
+        more = f", {at_a_time} sequences a step" if at_a_time > 1 else ""
+        verdict = f"most tokens/s that fit, within 1 %{more}" if row is best else "" if row.fit.fits else "does not fit"
         cells.append(
             [
                 f"{how.burst_size} x {at_a_time}",

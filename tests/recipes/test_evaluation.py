@@ -19,6 +19,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from PIL import Image
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -320,7 +321,7 @@ def test_settings_of_an_evaluation_that_are_wrong(
     (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
     chat = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "4"}]
     rows = {name: [{"messages": chat, "images": [f"{name}.png"]}] for name in ("here", "nowhere")}
-    (tmp_path / "here.png").touch()
+    Image.new("RGB", (1, 1)).save(tmp_path / "here.png")
     names = {"images": conversations.write(tmp_path / "images.jsonl", rows["here"])}
     names |= {"missing": conversations.write(tmp_path / "missing.jsonl", rows["nowhere"])}
     options = [option.format(rows=tmp_path / "rows.jsonl", **names) for option in options]

@@ -1,6 +1,7 @@
 """Recipes on chats about images: labels, lengths, packing, evaluation, and the drawings for CPUs."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,7 @@ def test_lengths_count_tokens_of_images(drawn: Path, tmp_path: Path, capsys: pyt
     ]
     sizes = [len(processor.tokenizer(text)["input_ids"]) + 16 for text in whole]  # 17 tokens instead of one
     assert f"documents: 24, tokens: {sum(sizes):,}" in said
+    assert re.search(rf"the loss counts \d+ of these {sum(sizes):,} tokens", said)
     batches = [trainer.data_collator([sequence]) for sequence in trainer.train_dataset]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     assert max(lengths) <= 200
@@ -280,7 +282,9 @@ def test_chats_that_are_too_long(drawn: Path, tmp_path: Path, capsys: pytest.Cap
     long["messages"][0]["content"] = "What is it? " * 20
     rows = [long, json.loads((drawn / "chats.jsonl").read_text().splitlines()[1])]
     path = conversations.write(drawn / "long.jsonl", rows)
-    with pytest.raises(SystemExit, match=r"1 of 2 rows have more than max_length \(100\) tokens, the longest"):
+    with pytest.raises(
+        SystemExit, match=r"1 of 2 rows have more than max_length \(100\) tokens, .* without images to split"
+    ):
         made_by_recipe(words_of(drawn, tmp_path, dataset=path, max_length=100))
     with pytest.raises(SystemExit, match="a piece of a chat could begin inside an image; set refuse or drop"):
         made_by_recipe(words_of(drawn, tmp_path, dataset=path, max_length=100, too_long="split"))
@@ -297,7 +301,10 @@ def test_images_that_are_missing_are_named(drawn: Path, tmp_path: Path) -> None:
         made_by_recipe(words_of(drawn, tmp_path, dataset=path))
     assert end.value.code not in (0, None)
     (drawn / "images/nothing.png").write_text("no picture")
-    with pytest.raises(SystemExit, match=r"cannot identify image file .*nothing.png"):
+    with pytest.raises(SystemExit, match=r"missing.jsonl:3: cannot identify image file .*nothing.png"):
+        made_by_recipe(words_of(drawn, tmp_path, dataset=path))
+    path = conversations.write(drawn / "single.jsonl", [{**row, "images": row["images"][0]} for row in rows])
+    with pytest.raises(SystemExit, match=r"single.jsonl:1: images is 'images/chats_0.png'; it must be a list of files"):
         made_by_recipe(words_of(drawn, tmp_path, dataset=path))
     text = conversations.write(drawn / "text.jsonl", [{"text": "<image> a fox", "images": rows[0]["images"]}])
     with pytest.raises(SystemExit, match="rows about images have images, and messages, or prompt and completion"):
@@ -309,7 +316,7 @@ def test_what_a_processor_needs_is_said(drawn: Path) -> None:
         "\nQwen2VLVideoProcessor requires the Torchvision library but it was not found in your\nplace."
     )
     fails = mock.patch.object(AutoProcessor, "from_pretrained", side_effect=missing)
-    with fails, pytest.raises(SystemExit, match="requires the Torchvision library; pip install torchvision"):
+    with fails, pytest.raises(SystemExit, match="requires the Torchvision library; install it as you"):
         images.load_processor(ModelSettings(model_name_or_path=str(drawn)), mock.Mock())
 
 
@@ -391,7 +398,7 @@ def test_the_config_for_cpus(tmp_path: Path) -> None:
     words = ["--config", str(ROOT / "recipes/configs/sft_images_cpu.yaml"), "--num_train_epochs", "1"]
     words += ["--dataset", "outputs/shapes/chats.jsonl"]
     said = scripts.run_by_ranks(2, "recipes/sft.py", words, tmp_path)
-    assert "next: load it: AutoModelForImageTextToText.from_pretrained('outputs/sft_images')" in said
+    assert "load it: AutoModelForImageTextToText.from_pretrained('outputs/sft_images'), and its AutoProcessor;" in said
     losses = [
         step["loss"] for step in json.loads((tmp_path / "outputs/sft_images/training_log.json").read_text())["steps"]
     ]

@@ -423,7 +423,7 @@ TURN = [USER, {"role": "assistant", "content": "5"}]
         ([{"prompt": "a", "completion": "b", "image": "nowhere.png"}], "it has the column image, which is not read"),
         (
             [{"messages": [{**USER, "content": SHOWN}, *TURN]}],
-            "message 1 has a part 'image_url', which is not read; files of images are a column images",
+            "message 1 has a part 'image_url', which is not read: the file of an image belongs into the column images",
         ),
         (
             [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
@@ -581,9 +581,11 @@ def test_rows_of_a_damaged_parquet_file_are_named(tmp_path: Path, arguments: Any
         tokens_of(path, arguments)
 
 
-def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:
+def test_rows_that_are_too_long(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=6)
     whole = tokens_of(path, arguments)
+    counted, every = (sum(len(row[key]) - row[key].count(-100) for row in whole) for key in ("labels", "input_ids"))
+    assert f"the loss counts {counted:,} of these {every:,} tokens" in capsys.readouterr().out
     longest = max(len(row["input_ids"]) for row in whole)
     for arguments.max_length in (longest - 1, 50):
         arguments.assistant_only_loss = True

@@ -88,7 +88,7 @@ def test_two_processes_learn_and_leave_a_checkpoint_that_stands_alone(tmp_path: 
     environment = {**CPU, "PYTHONPATH": paths, "RUNS": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert "2 ranks in 1 group of 2; a step takes 1 sequence of at most 2,048 tokens, 1,024 a rank" in done.stdout
+    assert "2 ranks in 1 group of 2; a step takes 1 sequence of at most 2,048 tokens, 1,024 a rank\n" in done.stdout
     assert {"finished_0", "finished_1"} <= {path.name for path in tmp_path.iterdir()}
     log = json.loads((tmp_path / "training_log.json").read_text())["steps"]
     assert log[-1]["loss"] < log[0]["loss"] - 1

@@ -793,14 +793,13 @@ def test_the_fastest_division_that_fits_is_named(capsys: pytest.CaptureFixture[s
     words = ["plan", "--model", "llama-3-8b", "--length", "128k", "--machine", "h100", "--gpus", "4", "--lora"]
     assert main(words) == 0
     report = capsys.readouterr().out
-    assert re.search(
-        r"^ +1 x 4 .* activation_offloading=\S+ +most tokens/s that fit, 4 sequences a step$", report, re.MULTILINE
-    )
+    best = "most tokens/s that fit, within 1 %"
+    assert re.search(rf"^ +1 x 4 .* activation_offloading=\S+ +{best}, 4 sequences a step$", report, re.MULTILINE)
     assert "burst_size GPUs share a sequence" in report
     assert re.search(r"; [\d.]+ of the 128 of its host$", report, re.MULTILINE)
     assert main([*words, "--host-memory", "0", "--attention-keep", "1", "--layers-per-checkpoint", "1"]) == 0
     report = capsys.readouterr().out
-    assert re.search(r"^ +2 x 2 .* most tokens/s that fit, 2 sequences a step$", report, re.MULTILINE)
+    assert re.search(rf"^ +2 x 2 .* {best}, 2 sequences a step$", report, re.MULTILINE)
     assert re.search(r"^ +1 x 4 .* does not fit$", report, re.MULTILINE)
 
 

@@ -196,7 +196,10 @@ def test_the_plan_counts_images(capsys: pytest.CaptureFixture[str]) -> None:
         (["--image-tokens", "3"], "images is 0 and image_tokens 3"),
         (["--images", "-1", "--image-tokens", "4"], "images is -1"),
         (["--images", "65", "--image-tokens", "1024"], "more than the 65536 tokens of the sequence"),
-        (["--model", "llama-3-8b", "--images", "1", "--image-tokens", "4"], "of llama-3-8b no tower is known"),
+        (
+            ["--model", "llama-3-8b", "--images", "1", "--image-tokens", "4"],
+            "of llama-3-8b no tower is known. Built-in shapes have none: give the folder",
+        ),
         (["--model", "Ovis2ForConditionalGeneration", "--images", "1", "--image-tokens", "4"], "no tower is known"),
     ],
 )
