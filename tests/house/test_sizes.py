@@ -14,15 +14,15 @@ LINES = {
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_613,
-    "layers": 1_721,
+    "kernels": 1_621,
+    "layers": 1_722,
     "plan": 2_240,
     "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_077,
     "sizing": 1_410,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_570, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_613, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

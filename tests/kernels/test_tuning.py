@@ -44,6 +44,13 @@ class Candidate:
 
 
 active = list[ThreadPoolExecutor]()
+timings = list[tuple[int, int]]()
+
+
+def timed_for(call: Any, quantiles: Any, warmup: int = 25, rep: int = 100) -> None:
+    """Stands in for Triton's `do_bench`."""
+    timings.append((warmup, rep))
+    call()
 
 
 @contextmanager
@@ -71,12 +78,14 @@ def autotuner(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> Any:
             self.fn, self.base_fn, self.cache_results = Kernel(), Kernel.run, cache_results
             self.keys, self.nargs = ["tokens", "absent"], dict[str, Any]()
             self.configs, self.best = [Candidate(size) for size in sizes], dict[Any, Any]()
+            self._do_bench: Any = None
 
         def prune_configs(self, settings: dict[str, Any]) -> list[Candidate]:
             return [candidate for candidate in self.configs if candidate.size != 9]
 
         def _bench(self, *args: Any, config: Candidate, **settings: Any) -> int:
-            self.fn.run(*args, **settings, **config.all_kwargs())
+            timed = self._do_bench or timed_for
+            timed(lambda: self.fn.run(*args, **settings, **config.all_kwargs()), quantiles=(0.5,))
             return config.size
 
         def run(self, *args: Any, **settings: Any) -> None:
@@ -89,7 +98,9 @@ def autotuner(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> Any:
     knobs = SimpleNamespace(
         runtime=SimpleNamespace(interpret=interpreted), autotuning=SimpleNamespace(cache=told in ("1", "on"))
     )
-    modules: dict[str, Any] = {"triton": {"knobs": knobs}, "triton.runtime": {}}
+    timings.clear()
+    driver = SimpleNamespace(active=SimpleNamespace(get_benchmarker=lambda: timed_for))
+    modules: dict[str, Any] = {"triton": {"knobs": knobs}, "triton.runtime": {"driver": driver}}
     modules["triton.runtime.autotuner"] = {"Autotuner": Autotuner}
     modules["triton.runtime._async_compile"] = {"AsyncCompileMode": compile_together}
     for name, content in modules.items():
@@ -109,6 +120,14 @@ def test_candidates_are_compiled_before_one_is_timed(autotuner: Any) -> None:
     tuner.run("large")
     assert len(tuner.fn.did) == 12
     assert not active
+
+
+def test_candidates_are_timed_shortly_unless_the_kernel_says_how(autotuner: Any) -> None:
+    plain, own = autotuner([5, 7]), autotuner([5, 7])
+    own._do_bench = lambda call, quantiles: timed_for(call, quantiles, 1, 1)
+    plain.run("small")
+    own.run("small")
+    assert timings == [(5, 20)] * 2 + [(1, 1)] * 2
 
 
 def test_a_single_candidate_is_left_alone(autotuner: Any) -> None:

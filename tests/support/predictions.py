@@ -242,11 +242,17 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
     changes = {"num_hidden_layers": row["layers"]} if row["layers"] else {}
     name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
+    name += ", QLoRA" if row["weights"] == "qlora" else ""
     sheet = data_sheet(row["hardware"]["device"])
     assert sheet is not None, "no result is of another GPU"
     config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
     model, ranks = size_of(config), row["hardware"]["ranks"]
-    training = Training(length, ranks, ranks, documents, **{**settings, **WEIGHTS[row["weights"]]})
+    settings = {
+        **settings,
+        **WEIGHTS[row["weights"]],
+        "quantized_experts": row["weights"] == "qlora" and model.fused > 0,
+    }
+    training = Training(length, ranks, ranks, documents, **settings)
     return Step(
         file=file,
         kind=f"{'adapters' if training.lora else 'all weights'}, Trainer",
