@@ -81,7 +81,8 @@ def load(arguments: argparse.Namespace) -> Any:
 
 
 def unsloth_settings(backend: str, arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """Its own context parallelism, under DDP, and the defaults of Transformers that its `SFTConfig` changes (two batches a step, decay)."""
+    """Its own context parallelism under DDP, and what its `SFTConfig` sets otherwise (two batches a step, decay) as
+    Transformers does."""
     plain = {
         "gradient_accumulation_steps": 1,
         "weight_decay": 0.0,
@@ -98,12 +99,12 @@ def unsloth_settings(backend: str, arguments: argparse.Namespace, gpus: int) -> 
 
 
 def load_unsloth(arguments: argparse.Namespace) -> Any:
-    """Its model with its adapters. Layers' inputs go to the host with `--offload`. Of a folder alone: random weights are saved first."""
+    """Its model with its adapters, from a folder. Layers' inputs go to the host with `--offload`."""
     from unsloth import FastLanguageModel  # before Transformers is used
 
     if arguments.weights == "all":
         raise ValueError(
-            "Unsloth shares no sequence when all weights learn: its loader takes another class (loader.py, full_finetuning)"
+            "Unsloth shares no sequence when all weights learn: full_finetuning takes another class (loader.py)"
         )
     checkpoints = "unsloth" if arguments.offload else True
     model, _ = FastLanguageModel.from_pretrained(
@@ -122,8 +123,8 @@ def load_unsloth(arguments: argparse.Namespace) -> Any:
 
 
 def let_unsloth_share() -> None:
-    """Unsloth 2026.10.9 refuses its own context parallelism to every model: its loader wraps the attention's forward (llama.py, `gated`), and
-    its check (context_parallel.py, `_supports_context_parallel`) asks for the same object. This names the wrapped one."""
+    """Unsloth 2026.10.9 refuses its own context parallelism to every model: its loader wraps attention (llama.py,
+    `gated`), and its check asks for what was wrapped (context_parallel.py). This names the wrapper."""
     import unsloth.models.llama as patched
     from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -197,13 +198,8 @@ def swift_trainer(arguments: argparse.Namespace, measure: Measure, make_rows: Ma
         **({"fsdp": swift_shards(arguments)} if full and cuda else {}),
         **({} if cuda else {"use_cpu": True, "ddp_backend": "gloo"}),
     }
-    pipe = SwiftSft(
-        [
-            part
-            for name, value in options.items()
-            for part in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
-        ]
-    )
+    words = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    pipe = SwiftSft([part for name, word in words.items() for part in (f"--{name}", word)])
     rows = make_rows(pipe.model.config.vocab_size)
     # it rolls labels round: the first one, which no token predicts, must not count (its templates leave it out)
     rows = rows.map(lambda row: {"labels": [-100, *row["labels"][1:]]}, load_from_cache_file=False)
@@ -233,10 +229,11 @@ def swift_shards(arguments: argparse.Namespace) -> str:
 
 
 def share_attention_4(sequence_parallel: Any) -> None:
-    """ms-swift wraps "flash_attention_2" and "sdpa" alone (sequence_parallel.py, `_prepare_flash_attn`): under any other name ranks would
-    attend to their own part without a word. This wraps flash-attn 4 in the same way."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
+    """ms-swift 4.6 shares "flash_attention_2" and "sdpa" alone (`_prepare_flash_attn`); under any other name ranks would
+    attend to their own part without a word. This shares flash-attn 4 in the same way."""
+    from transformers import masking_utils, modeling_utils
+
+    masks, attentions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS
 
     prepare = sequence_parallel._prepare_flash_attn
 

@@ -1,11 +1,6 @@
 """One training by several engines: losses, seconds and memory for the same rows, seed and first weights.
 
-    O="--model outputs/smollm2 --length 65536 --steps 60 --out outputs/engines.json"
-    python recipes/benchmarks/engines.py --engine one-gpu $O
-    accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
-        recipes/benchmarks/engines.py --engine hf_burst $O  # or torch
-    accelerate launch --config_file recipes/configs/accelerate_zero3.yaml --num_processes 2 \\
-        recipes/benchmarks/engines.py --engine deepspeed $O
+    bash recipes/benchmarks/engines.sh --model outputs/smollm2 --length 65536 --steps 60 --out outputs/engines.json
     python recipes/benchmarks/engines.py --table outputs/engines.json --picture outputs/engines.png
 
 Every launch trains by TRL's `SFTTrainer` and adds a row to the file `--out`: loss and gradient norm of every step, its
@@ -124,6 +119,7 @@ def tell(trainer: Any, arguments: argparse.Namespace, ranks: Ranks) -> Row:
     ours, host = arguments.engine == "hf_burst", torch.cuda.host_memory_stats() if ranks.cuda else {}
     locked = host.get("reserved_bytes.peak", host.get("allocated_bytes.peak", 0))  # by torch, whose older name is last
     return {
+        "distributed": trainer.accelerator.distributed_type.value,
         "chosen": chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if ours else None,
         "losses": [entry["loss"] for entry in logged],
         "gradient_norms": [float(entry["grad_norm"]) for entry in logged],
@@ -139,6 +135,7 @@ def compared(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[float], float
     for row in rows:
         told = [row["engine"], *(name.replace("_", " ") for name in ("offload", "no_liger") if row[name])]
         told += [f"{name} {value}" for name, value in row["settings"].items()]
+        told += ["DDP"] if row.get("distributed", "").startswith("MULTI") else []
         told += ["peft's adapters"] if row["adapters"] == "peft" else []
         alike = [other for other in rows if other["status"] == "ok" and all(other[key] == row[key] for key in ALIKE)]
         found = {other["engine"]: other for other in reversed(alike)}

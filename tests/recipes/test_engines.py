@@ -15,6 +15,7 @@ from tests.support.scripts import in_a_process
 
 pytest.importorskip("trl")
 from recipes.benchmarks import engines
+from recipes.benchmarks.engine_setups import Engine
 
 TINY = ["--model", "tiny", "--steps", "3", "--warmup", "1", "--learning-rate", "0.01", "--commit", "abc"]
 TEXT, AGENTS = ["--length", "96", "--weights", "all"], ["--length", "128", "--data", "agents", "--adapters", "peft"]
@@ -29,7 +30,7 @@ def fails(arguments: Any) -> None:
     raise MemoryError("too long")
 
 
-BROKEN = {"one-gpu": engines.Engine(apart), "torch": engines.Engine(apart, load=fails)}
+BROKEN = {"one-gpu": Engine(apart), "torch": Engine(apart, load=fails)}
 
 
 def train(rank: int, size: int, words: list[str], broken: bool = False) -> None:
