@@ -73,9 +73,9 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
             kinds = (str(part.get("type")), *part) if isinstance(part, dict) and not place else ()
             if kind := next((kind for kind in kinds if re.search("image|video|audio", kind)), None):
                 raise ValueError(
-                    f"message {number} has a part {kind!r}, which is not read: the file of an image belongs into the "
-                    'column images of the row, and {"type": "image"} may stay in its place, where recipes/sft.py or '
-                    "recipes/evaluate.py reads rows for a model that sees"
+                    f"message {number} has a part {kind!r}, which is not read: the file of an image belongs in the "
+                    'column images of the row, and {"type": "image"} may stay in its place. recipes/sft.py and '
+                    "recipes/evaluate.py read this for models that see"
                 )
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]

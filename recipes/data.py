@@ -333,7 +333,7 @@ def too_long(sizes: numpy.ndarray, longest: int, choice: str, name: str) -> nump
     if over.any() and choice == "refuse":
         raise SystemExit(
             f"{name}: {over.sum():,} of {len(sizes):,} rows have more than max_length ({longest:,}) tokens, the "
-            f"longest {sizes.max():,}. Set max_length higher, or too_long to drop, or of text without images to split."
+            f"longest {sizes.max():,}. Set max_length higher, or too_long to drop, or to split rows without images."
         )
     if over.all() and choice == "drop":
         raise SystemExit(f"{name}: all rows have more than max_length ({longest:,}) tokens; set max_length higher.")

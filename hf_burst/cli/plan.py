@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.images and model.tower is None:
         raise ConfigError(
             f"--images is {arguments.images}, and of {model.name} no tower is known. Built-in shapes have none: give "
-            "the folder or config.json of the model. Others are not served with images, or lack a patch size."
+            "the folder or config.json of the model. For a model that is not served with images, leave --images out."
         )
     if arguments.quantize_experts and not model.fused:
         raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")

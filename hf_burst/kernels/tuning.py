@@ -60,7 +60,7 @@ def tune_in_parallel() -> None:
         if len(waiting) > 1:
             name = tuner.base_fn.__name__
             logger.info("Triton tunes %s: %d candidates, compiled by %d threads", name, len(waiting), threads)
-            if vars(tuner).get("_do_bench", bench) is None:  # the kernel does not say how it is timed
+            if "_do_bench" in vars(tuner) and tuner._do_bench is None:  # the kernel does not say how it is timed
                 tuner._do_bench = time_shortly
             pool = ThreadPoolExecutor(threads)
             with suppress(Exception), pool, AsyncCompileMode(pool, ignore_errors=True):

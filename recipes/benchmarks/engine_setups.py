@@ -57,6 +57,7 @@ def on_cudnn(model: Any, arguments: argparse.Namespace) -> None:
     """Leaves torch's attention to cuDNN, which is the fastest of its kernels on Hopper GPUs."""
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(False)
 
 
 def ulysses(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
@@ -116,13 +117,13 @@ def load_unsloth(arguments: argparse.Namespace) -> Any:
         local_files_only=True,
     )
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    let_unsloth_share()
+    name_wrapped_attention()
     return FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=32, target_modules=linear, use_gradient_checkpointing=checkpoints, random_state=SEED
     )
 
 
-def let_unsloth_share() -> None:
+def name_wrapped_attention() -> None:
     """Unsloth 2026.10.9 refuses its own context parallelism to every model: its loader wraps attention (llama.py,
     `gated`), and its check asks for what was wrapped (context_parallel.py). This names the wrapper."""
     import unsloth.models.llama as patched
@@ -132,16 +133,22 @@ def let_unsloth_share() -> None:
 
 
 def folder_of(arguments: argparse.Namespace) -> str:
-    """The folder of the model: random weights are written once, by the first process of the machine."""
+    """The folder of a Llama. Its first process writes random weights once, in the dtype in which they train."""
     if arguments.model not in SHAPES:
         return arguments.model
-    folder = Path(arguments.folder) / arguments.model
+    dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
+    name = f"{arguments.model}_{arguments.layers}_{arguments.length}_{dtype}"
+    folder, start = Path(arguments.folder) / name, time.monotonic()
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (folder / "done").exists():
-        model = make_model(arguments, arguments.length, torch.device("cpu")).to(torch.bfloat16)
+        model = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
+        if model.config.model_type != "llama":
+            raise ValueError(f"{arguments.engine} is set up for Llama here, and {arguments.model} is another model")
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         (folder / "done").touch()
     while not (folder / "done").exists():
+        if time.monotonic() - start > 300:
+            raise TimeoutError(f"the first process has not written {folder} in 300 s")
         time.sleep(1)
     return str(folder)
 
@@ -152,6 +159,8 @@ def swift_trainer(arguments: argparse.Namespace, measure: Measure, make_rows: Ma
     from swift.sequence_parallel import sequence_parallel
     from swift.trainers import TrainerFactory
 
+    if arguments.packed:
+        raise ValueError("ms-swift packs rows by its own templates, not rows that are tokens; give --unpacked")
     cuda, full = torch.cuda.is_available(), arguments.weights == "all"
     attention = "flash_attention_4" if cuda else "sdpa"
     if attention == "flash_attention_4":
@@ -164,6 +173,7 @@ def swift_trainer(arguments: argparse.Namespace, measure: Measure, make_rows: Ma
         "tuner_type": "full" if full else "lora",
         "lora_rank": 16,
         "lora_alpha": 32,
+        "lora_dropout": 0,
         "target_modules": "all-linear",
         "torch_dtype": "float32" if full or not cuda else "bfloat16",
         "bf16": cuda,
@@ -229,8 +239,8 @@ def swift_shards(arguments: argparse.Namespace) -> str:
 
 
 def share_attention_4(sequence_parallel: Any) -> None:
-    """ms-swift 4.6 shares "flash_attention_2" and "sdpa" alone (`_prepare_flash_attn`); under any other name ranks would
-    attend to their own part without a word. This shares flash-attn 4 in the same way."""
+    """ms-swift 4.6 shares "flash_attention_2" and "sdpa" alone (`_prepare_flash_attn`); by any other name each rank
+    would attend to its own part without a word. This shares flash-attn 4 in the same way."""
     from transformers import masking_utils, modeling_utils
 
     masks, attentions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -247,7 +257,7 @@ def share_attention_4(sequence_parallel: Any) -> None:
     sequence_parallel._prepare_flash_attn = prepare_both
 
 
-def alone_anyhow(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
+def own_settings(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """ms-swift makes settings of its own: these only join the processes."""
     return {}
 
@@ -271,7 +281,7 @@ ENGINES = {
     "deepspeed": Engine(ulysses),
     "unsloth": Engine(partial(unsloth_settings, "ring"), attention="sdpa", load=load_unsloth),
     "unsloth-ulysses": Engine(partial(unsloth_settings, "ulysses"), attention="sdpa", load=load_unsloth),
-    "ms-swift": Engine(alone_anyhow, trainer=swift_trainer),
+    "ms-swift": Engine(own_settings, trainer=swift_trainer),
 }
 
 

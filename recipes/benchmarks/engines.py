@@ -3,8 +3,9 @@
     bash recipes/benchmarks/engines.sh --model outputs/smollm2 --length 65536 --steps 60 --out outputs/engines.json
     python recipes/benchmarks/engines.py --table outputs/engines.json --picture outputs/engines.png
 
-Every launch trains by TRL's `SFTTrainer` and adds a row to the file `--out`: loss and gradient norm of every step, its
-seconds and peaks, or the error that ended it. `ENGINES` has all that differs. `--table` compares rows of files.
+Every launch trains by TRL's `SFTTrainer` (ms-swift by its own) and adds a row to the file `--out`: loss and gradient
+norm of every step, its seconds and peaks, or the error that ended all ranks. `ENGINES` has all that differs. Unsloth
+and ms-swift draw their adapters themselves, so that losses differ from the second step on. `--table` compares rows.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from transformers import AutoTokenizer, set_seed
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from recipes.benchmarks.engine_setups import ENGINES, SEED
-from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, expandable_segments, quiet, run
+from recipes.benchmarks.fits import GIB, SHAPES, Measure, chosen_of, expandable_segments, one_gpu_each, quiet, run
 from recipes.benchmarks.harness import Row, begin, file_to_write, options_of, rows_in, table, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.byte_tokenizer import byte_tokenizer
@@ -60,7 +61,7 @@ def settings_of(arguments: argparse.Namespace, gpus: int) -> trl.SFTConfig:
         "logging_steps": 1,
         "seed": SEED,
     }
-    return trl.SFTConfig(**common | engine.settings(arguments, gpus))
+    return one_gpu_each(trl.SFTConfig(**common | engine.settings(arguments, gpus)))
 
 
 def rows_of(arguments: argparse.Namespace, vocabulary: int) -> Dataset:
@@ -137,7 +138,11 @@ def compared(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[float], float
         told += [f"{name} {value}" for name, value in row["settings"].items()]
         told += ["DDP"] if row.get("distributed", "").startswith("MULTI") else []
         told += ["peft's adapters"] if row["adapters"] == "peft" else []
-        alike = [other for other in rows if other["status"] == "ok" and all(other[key] == row[key] for key in ALIKE)]
+        same = [other for other in rows if other["hardware"]["device"] == row["hardware"]["device"]]
+        alike = [other for other in same if other["status"] == "ok" and all(other[key] == row[key] for key in ALIKE)]
+        alike.sort(
+            key=lambda other: bool(other["offload"] or other["settings"])
+        )  # the first plain row is compared with
         found = {other["engine"]: other for other in reversed(alike)}
         pairs = zip(row.get("losses", []), found.get("one-gpu", {}).get("losses", []), strict=False)
         ours = seconds_of(found["hf_burst"]) if "hf_burst" in found else None

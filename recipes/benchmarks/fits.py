@@ -176,7 +176,8 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
 
 def expandable_segments() -> bool:
     """Whether torch's allocator was asked for expandable segments."""
-    return "expandable_segments:true" in os.environ.get("PYTORCH_ALLOC_CONF", "").lower()
+    told = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in words.lower() for words in told)
 
 
 def make_trainer(arguments: argparse.Namespace, length: int, args: TrainingArguments, measure: Measure) -> Trainer:
@@ -207,10 +208,17 @@ def quiet(cpu: bool) -> dict[str, Any]:
     }
 
 
+def one_gpu_each(args: TrainingArguments) -> TrainingArguments:
+    """Keeps `Trainer` from copying the model of one process to other GPUs."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+    return args
+
+
 def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
     """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW."""
     cpu = not torch.cuda.is_available()
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=arguments.folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
@@ -220,6 +228,7 @@ def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArgu
         parallelism_config=hf_burst.BurstParallelismConfig() if gpus > 1 else None,
         **quiet(cpu),
     )
+    return one_gpu_each(args)
 
 
 def described(choice: Fit) -> dict[str, Any]:

@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_077,
     "sizing": 1_410,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_613, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_614, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

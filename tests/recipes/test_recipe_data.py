@@ -423,7 +423,7 @@ TURN = [USER, {"role": "assistant", "content": "5"}]
         ([{"prompt": "a", "completion": "b", "image": "nowhere.png"}], "it has the column image, which is not read"),
         (
             [{"messages": [{**USER, "content": SHOWN}, *TURN]}],
-            "message 1 has a part 'image_url', which is not read: the file of an image belongs into the column images",
+            "message 1 has a part 'image_url', which is not read: the file of an image belongs in the column images",
         ),
         (
             [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],

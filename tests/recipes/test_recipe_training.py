@@ -248,6 +248,24 @@ def tiny(name: str) -> tuple[settings.ModelSettings, torch.nn.Module]:
     return big[0], models.load_model(small[0], models.load_config(small[0], 260), small[1], 0)
 
 
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize(("storage", "moved"), [(None, []), ("uint8", []), ("bfloat16", ["cpu"])])
+def test_weights_that_fsdp2_shards_wait_on_the_host(
+    storage: str | None, moved: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are not sharded, and stay where they are."""
+    model = tests.support.models.make_model("llama")
+    model.save_pretrained(tmp_path)
+    told = {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16", "bnb_4bit_quant_storage": storage}
+    named = settings.ModelSettings(model_name_or_path=str(tmp_path), tokenizer="bytes", **told)
+    seen = list[str]()
+    monkeypatch.setattr(type(model), "to", lambda self, device: seen.append(device))
+    for sharded in ("false", "true"):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", sharded)
+        models.load_model(named, models.load_config(named, 260), settings.BurstSettings(), 0)
+        assert seen == (moved if sharded == "true" else [])
+
+
 @pytest.mark.parametrize("name", [name for _, name, _ in HYBRIDS])
 def test_adapters_of_hybrids(name: str) -> None:
     """Each target exists. All linear layers have an adapter but the head, gates of recurrent layers, and routers."""
