@@ -61,6 +61,7 @@ class ModelSize(LayerSizes):
         experts (`int`): Weights of experts, without biases.
         fused (`int`): Those of them in tensors of three dimensions, as Transformers has them.
         fused_in_layer (`int`): Those in the layer that has the most.
+        visited (`int`): Those that one token is multiplied with.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
     """
@@ -78,6 +79,7 @@ class ModelSize(LayerSizes):
     experts: int
     fused: int
     fused_in_layer: int
+    visited: int
     tower: TowerSize | None
     latent: int
 

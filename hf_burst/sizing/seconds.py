@@ -13,6 +13,9 @@ from .towers import tower_products
 # Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
 # recurrent_*.json, host_copies_*.json; products by recipes/benchmarks/training_limits.py, of an 8B Llama).
 PRODUCTS = 0.68
+EXPERTS = (
+    0.18  # of products of fused experts, tokens dealt to them: fits_*.json of Qwen3-30B-A3B (0.15) and gpt-oss (0.21)
+)
 ATTENTION = 0.66, 0.61  # forward, backward
 # of these, by the kernel, what heads of more than 192 elements reach
 WIDE_HEADS = {"flash_attn_4": (1.15, 0.61), "flash_attn_2": (0.85, 0.85)}
@@ -73,7 +76,7 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
     forward, backward = (sheet.peak * share for share in RECURRENCE)
     passes = 1 + training.checkpointing + training.repeated(model)
     recurrence = training.tokens * model.recurrence_flops * (passes / forward + 2 / backward)
-    multiplying = products(model, training) / (PRODUCTS * sheet.peak)
+    multiplying = _multiplying(products(model, training), of_experts(model, training), sheet)
     elementwise = touched(model, training) / bandwidth
     computing = attention + recurrence + multiplying + elementwise
     exchange = _exchange(model, training, sheet, spread, attention) + _sharding(model, training, link, computing)
@@ -122,7 +125,9 @@ def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: S
     attention = forward * pairs_of(model, training)
     recurrence = training.tokens * model.recurrence_flops / (sheet.peak * RECURRENCE[0])
     towers = tower_products(model, replace(training, frozen_towers=True))
-    multiplying = (2.0 * training.tokens * model.used + towers) / (PRODUCTS * sheet.peak)
+    multiplying = _multiplying(
+        2.0 * training.tokens * model.used + towers, 2.0 * training.tokens * model.visited, sheet
+    )
     once, _ = _touched_by_layer(model, training)
     elementwise = training.tokens * model.layers * once / (MEMORY * sheet.bandwidth)
     computing = attention + recurrence + multiplying + elementwise
@@ -160,6 +165,16 @@ def products(model: ModelSize, training: Training) -> float:
     again = max(0, repeated - last) + training.repeated(model) * layers
     adapters = 3 * training.lora * model.adapted
     return 2.0 * training.tokens * (passes * model.used + again + adapters) + tower_products(model, training)
+
+
+def _multiplying(operations: float, of_experts: float, sheet: DataSheet) -> float:
+    return ((operations - of_experts) / PRODUCTS + of_experts / EXPERTS) / sheet.peak
+
+
+def of_experts(model: ModelSize, training: Training) -> float:
+    """Those of them in fused experts."""
+    passes = (2 if training.lora else 3) + (training.checkpointing or training.in_tiles) + training.repeated(model)
+    return 2.0 * training.tokens * model.visited * passes
 
 
 def touched(model: ModelSize, training: Training) -> float:

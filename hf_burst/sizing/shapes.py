@@ -164,6 +164,7 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         experts=0,
         fused=0,
         fused_in_layer=0,
+        visited=0,
         tower=None,
         latent=0,
     )

@@ -10,7 +10,7 @@ LINES = {
     "hf": 2_438,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
-    "hf/models": 1_433,
+    "hf/models": 1_437,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
@@ -20,9 +20,9 @@ LINES = {
     "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_077,
-    "sizing": 1_410,
+    "sizing": 1_428,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_614, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_705, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

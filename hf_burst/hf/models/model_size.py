@@ -86,6 +86,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         experts=counts.experts,
         fused=counts.fused.total(),
         fused_in_layer=max(counts.fused.values(), default=0),
+        visited=round(counts.visited),
         tower=tower_size(view),
         latent=int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0,
     )
@@ -118,7 +119,7 @@ class _Weights:
     `used` weights multiply a token; `head` and `mixing` are their parts in the language-model head and in layers that
     mix tokens (attention, recurrent ones). `unused` weights lie outside the language model. A token goes to `chosen`
     experts. bitsandbytes quantizes `linear` weights to 4 bits; `fused` counts those of `experts` in three dimensions,
-    by module.
+    by module, of which a token visits `visited`.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -134,7 +135,7 @@ class _Weights:
         self.head = 0 if head is None else head.numel()
         self.used, self.linear = float(self.head), sum(linear.values())
         self.mixing = self.unused = self.experts = 0
-        self.fused = Counter[str]()
+        self.fused, self.visited = Counter[str](), 0.0
         for path, weight in model.named_parameters(remove_duplicate=False):  # each layer uses shared weights
             count = weight.numel()
             if not self.reads(path):
@@ -143,7 +144,9 @@ class _Weights:
                 holder = path.rpartition(".")[0]
                 fused = is_experts(model.get_submodule(holder), weight)
                 routed = (fused or "experts." in path) and not re.search("shared|router", path)
-                self.used += count * (self.chosen / experts if routed and experts else 1)
+                own = count * (self.chosen / experts if routed and experts else 1)
+                self.used += own
+                self.visited += fused * own
                 self.experts += (fused or (routed and id(weight) in linear)) * count
                 self.fused[holder] += fused * count
                 self.mixing += ("attn" in path or "attention" in path or id(weight) in mixers) * count
