@@ -307,7 +307,8 @@ def divisions(
                 chosen = fit(model, replace(training, burst_size=size), capacity, fixed)
                 how = chosen.training
                 per_host = capacity.ranks_per_host
-                seconds = estimate_seconds(model, how, sheet, per_host)
+                own = sheet._replace(widest="ffpa") if capacity.ffpa else sheet
+                seconds = estimate_seconds(model, how, own, per_host)
                 rows.append(Division(chosen, seconds, step_flops(model, how), spread_of(model, how, per_host)))
             except ShardingError:  # too short for this number of ranks
                 continue

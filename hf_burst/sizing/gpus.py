@@ -38,6 +38,7 @@ class DataSheet(NamedTuple):
     link: float  # bytes/s to the other GPUs of a host, each way
     host: float = 64e9  # bytes/s to the host, each way
     kernel: str = "flash_attn_4"
+    widest: str = "torch_efficient"  # the kernel of heads above 256
 
     @property
     def rates(self) -> str:

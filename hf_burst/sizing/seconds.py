@@ -7,7 +7,7 @@ from ..plan import Mask
 from ..plan.work import pairs_of_chunks
 from .gpus import DataSheet
 from .model import NF4, ModelSize, Training
-from .spread import Spread, masks_of, pairs_of, recurrent_bytes, sent_bytes, spread_of
+from .spread import Spread, pairs_of, recurrent_bytes, sent_bytes, spread_of
 from .towers import tower_products
 
 # Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
@@ -17,8 +17,13 @@ EXPERTS = (
     0.18  # of products of fused experts, tokens dealt to them: fits_*.json of Qwen3-30B-A3B (0.15) and gpt-oss (0.21)
 )
 ATTENTION = 0.66, 0.61  # forward, backward
-# of these, by the kernel, what heads of more than 192 elements reach
-WIDE_HEADS = {"flash_attn_4": (1.15, 0.61), "flash_attn_2": (0.85, 0.85)}
+# of these, by the kernel, what heads of more than 192 elements reach, and of more than 256 by the last two
+WIDE_HEADS = {
+    "flash_attn_4": (1.15, 0.61),
+    "flash_attn_2": (0.85, 0.85),
+    "ffpa": (0.71, 0.39),
+    "torch_efficient": (0.18, 0.075),
+}
 RECURRENCE = 0.052, 0.033  # of the recurrence, token by token; chunked kernels compute more
 MEMORY, LINK, HOST = 0.83, 0.8, 0.84
 HIDDEN = 0.5  # share of NCCL's messages that kernels hide: these take longer by the rest of their time
@@ -104,16 +109,19 @@ def step_flops(model: ModelSize, training: Training) -> float:
 def _attention(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> float:
     """Kernels of attention on the busiest rank: 2 products of matrices forward, 5 backward (arXiv 2307.08691), and what
     checkpointed layers compute again."""
-    forward, backward = _seconds_of_pairs(model, training, sheet, spread)
-    return sum(
-        count * mask.pairs * ((1 + _again(mask, training) * (1 + training.repeated(model))) * forward + backward)
-        for count, mask in masks_of(model, training)
-    )
+    total = 0.0
+    for pattern, kind, count in model.attentions:
+        mask = pattern.mask(training.length, training.bounds, training.parents)
+        forward, backward = _seconds_of_pairs(kind, training, sheet, spread)
+        runs = 1 + _again(mask, training) * (1 + training.repeated(model))
+        total += count * mask.pairs * (runs * forward + backward)
+    return total
 
 
 def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> tuple[float, float]:
     """Seconds of a pair of a query and a key in a layer on the busiest rank, forward and backward."""
-    wide = WIDE_HEADS[sheet.kernel] if model.wide_heads else (1.0, 1.0)
+    kernel = sheet.widest if model.widest_heads else sheet.kernel
+    wide = WIDE_HEADS[kernel] if model.wide_heads else (1.0, 1.0)
     flops = 4.0 * model.queries * (1 + spread.imbalance) / training.burst_size  # forward
     forward, backward = (flops / (sheet.peak * share * own) for share, own in zip(ATTENTION, wide, strict=True))
     return forward, 2.5 * backward
@@ -121,8 +129,11 @@ def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, sp
 
 def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, link: float) -> float:
     """The forward pass of a model that does not learn. Heads, states and sharded weights travel once, of two times."""
-    forward, _ = _seconds_of_pairs(model, training, sheet, spread)
-    attention = forward * pairs_of(model, training)
+    row = training.length, training.bounds, training.parents
+    attention = sum(
+        _seconds_of_pairs(kind, training, sheet, spread)[0] * count * pattern.mask(*row).pairs
+        for pattern, kind, count in model.attentions
+    )
     recurrence = training.tokens * model.recurrence_flops / (sheet.peak * RECURRENCE[0])
     towers = tower_products(model, replace(training, frozen_towers=True))
     multiplying = _multiplying(

@@ -6,7 +6,7 @@ LINES = {
     ".": 430,
     "attention": 1_231,
     "check": 1_134,
-    "cli": 1_159,
+    "cli": 1_160,
     "hf": 2_438,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
@@ -20,9 +20,9 @@ LINES = {
     "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_077,
-    "sizing": 1_428,
+    "sizing": 1_440,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_705, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_771, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

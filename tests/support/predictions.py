@@ -158,7 +158,10 @@ def _predicted(result: dict[str, Any], training: Training, layers: int | None, f
     if "causal-conv1d" in result["versions"]:
         kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
     model = replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
-    memory = estimate_memory(model, training, capacity_of(sheet) if sheet else Capacity(0, on_gpu=False))
+    capacity = capacity_of(sheet) if sheet else Capacity(0, on_gpu=False)
+    if sheet and "ffpa" in result.get("kernel", ""):
+        capacity, sheet = replace(capacity, ffpa=True), sheet._replace(widest="ffpa")
+    memory = estimate_memory(model, training, capacity)
     allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
         "seconds": estimate_seconds(model, training, sheet).total if sheet else None,
