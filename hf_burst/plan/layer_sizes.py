@@ -31,6 +31,7 @@ class LayerSizes:
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
             which keep nothing in fp32.
+        head_norms (`float`, defaults to 0): Those of them that norms of queries, keys and values are given.
         heads (`tuple[tuple[MaskPattern, tuple[int, int, int, int], float], ...]`, *optional*): If layers differ, how
             many see how far with which `q_heads`, `kv_heads`, `head_dim` and `value_dim`.
     """
@@ -45,6 +46,7 @@ class LayerSizes:
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     norms: float = 0.0
+    head_norms: float = 0.0
     heads: tuple[tuple[MaskPattern, tuple[int, int, int, int], float], ...] = ()
 
     @property
@@ -120,7 +122,7 @@ class LayerSizes:
         return (3 if fused else 4) * self.inner + 2 * self.hidden + norms + mixing
 
     def attention_backward(
-        self, keep: float, slices: int, on_gpu: bool = True, ffpa: bool = False, document: float = 0.0
+        self, keep: float, slices: int, on_gpu: bool = True, ffpa: bool = False, documents: tuple[float, float] = (0, 0)
     ) -> float:
         """Bytes while the backward pass of an attention runs, of which a share was kept: what is behind it in the layer
         is gone. Kernels of GPUs have sums in addition. Those of one of several slices of heads are there in addition to
@@ -131,25 +133,26 @@ class LayerSizes:
             slices (`int`): Of the heads, where each kind of layer has so many key heads.
             on_gpu (`bool`, defaults to `True`): Whether a kernel of GPUs computes it.
             ffpa (`bool`, defaults to `False`): Whether ffpa computes the widest heads.
-            document (`float`, defaults to 0.0): Of several documents, the share of the longest one; else 0.
+            documents (`tuple[float, float]`, defaults to one): Of several documents, the share of the longest one, and
+                that of the rows with which kernels pad them.
         """
         needed = []
         for kind in self.kinds:
             inputs = kind.queries + 2 * kind.keys
             missing = kind.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
-            row = 2 * (2 * kind.hidden + 2 * inputs + missing + kind.queries)
+            row = 2 * (2 * kind.hidden + 2 * inputs + missing + kind.queries + kind.head_norms)
             own = max(1, min(slices, kind.kv_heads))
-            sums = kind._wide_sums(ffpa, document) if kind.widest_heads else kind._sums()
+            sums = kind._wide_sums(ffpa, documents[0]) if kind.widest_heads else kind._sums() * (1 + documents[1])
             needed.append(row + (sums / own if on_gpu else 0.0) + (2 * inputs / own if own > 1 else 0.0))
         return max(needed)
 
     def _sums(self) -> float:
-        """Gradients of the queries in fp32, and of keys and values that several of these share. cuDNN, which may take
-        heads of more than 192 elements, has these for every query head in bf16."""
+        """Gradients of the queries in fp32, with two numbers for each row, and of keys and values that several of these
+        share. cuDNN, which may take heads of more than 192 elements, has these for every query head in bf16."""
         shared = 2 * self.keys if self.q_heads > self.kv_heads else 0
         if shared and self.wide_heads:
             shared = max(shared, self.queries)
-        return 4.0 * (self.queries + shared)
+        return 4.0 * (self.queries + 2 * self.q_heads + shared)
 
     def _wide_sums(self, ffpa: bool, document: float) -> float:
         """What heads above 256 take beside results in bf16. ffpa 0.2.4 makes these, delta and a log-sum-exp. torch's

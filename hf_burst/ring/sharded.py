@@ -421,6 +421,7 @@ class ShardedAttention:
         for heads, kv_heads in groups:
             gradients = backward(self._ring, exchanges, rotating, inputs.of_heads(heads, kv_heads))
             dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
+            del gradients  # before the next group has its own
         return dq, dk, dv
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:

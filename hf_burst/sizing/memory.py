@@ -17,8 +17,8 @@ _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in l
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
 _CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
 # what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
-# of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
-_GAPS, _GAPS_EXPANDABLE = (0.2, 0.35, 0.25), (0.09, 0.15, 0.15)
+# and of gradients that come where activations went; by default, and with expandable segments
+_GAPS, _GAPS_EXPANDABLE = (0.16, 0.35), (0.09, 0.15)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MemoryEstimate:
     Args:
         weights, gradients, optimizer (`float`): Of the weights that this GPU holds.
         gathered (`float`): Weights and gradients of the layers that FSDP has put together.
-        layer_inputs (`float`): What checkpointed layers keep to be computed again.
+        layer_inputs (`float`): What checkpointed layers keep to be computed again, and rotary positions.
         attention (`float`): Attention that is kept for it (`attention_keep`).
         activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
@@ -106,8 +106,8 @@ def _beside_tensors(moment: MemoryEstimate, model: ModelSize, training: Training
 
 def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:
     """Bytes that torch's allocator holds beyond tensors of so many bytes that come and go, and so many of gradients."""
-    share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
-    return share * passing + gradients * (of_shards if training.gathers else of_gradients)
+    share, of_gradients = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+    return share * passing + of_gradients * gradients
 
 
 def outside_of_torch(gpus: int) -> float:
@@ -131,7 +131,7 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     spread = spread_of(model, training, capacity.ranks_per_host)
     one, every = _activations(model, training, spread, capacity)
     # bytes of a layer as it is gathered
-    unit = (2 * (model.weights - model.unused - table) - training.saved(model)) / model.layers
+    unit = (2 * (model.weights - model.unused - table * (2 - model.tied)) - training.saved(model)) / model.layers
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
     # torch alone has three copies of logits in fp32, and those in bf16
@@ -143,12 +143,13 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     attending = model.attending / layers
     whole = whole_weights(model, training)
     scales = SCALES * training.in_4_bits(model)
+    rotary, shared = _rotary(model, training, capacity), 2 * tokens * model.held
     at_loss = MemoryEstimate(
         weights=(whole - scales) / shards + scales,
         gradients=buckets,
         optimizer=2 * gradients,
-        gathered=2.0 * table if sharded else 0.0,
-        layer_inputs=(keeping(layers, layers, together) - keeping(leaving, layers, together)) * kept_input,
+        gathered=4.0 * table if sharded else 0.0,  # the head, and the message that it came in
+        layer_inputs=(keeping(layers, layers, together) - keeping(leaving, layers, together)) * kept_input + rotary,
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
@@ -166,22 +167,23 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     names = {layers: "of the last layer", 1: "of the first layer"}
     for layer in range(layers, 0, -1):
-        done = (layers - layer) / max(1, layers - 1)  # of the backward pass
+        done = (layers - layer) / max(1, layers - (not sharded))  # of the backward pass; FSDP's last are gathered
         inputs, attentions, again = counts[layer - 1]
+        head = model.tied or training.reference or (learns and layer == layers)  # has more to do, or its gradient
         moments.append(
             replace(
                 at_loss,
                 gradients=buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
-                gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
-                layer_inputs=inputs * kept_input,
+                gathered=2 * unit * (1 + learns + again) + 2 * table * head if sharded else 0.0,
+                layer_inputs=inputs * kept_input + rotary,
                 attention=attentions * attending * kept_attention,
-                activations=every * layer / layers + one,
+                activations=every * layer / layers + one + shared * (layer <= layers - len(model.heads)),
                 loss=0.0,
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
             )
         )
-    between_layers = replace(at_loss, layer_inputs=0.0, attention=0.0, loss=0.0, states=0.0)
+    between_layers = replace(at_loss, layer_inputs=rotary, attention=0.0, loss=0.0, states=0.0)
     late = replace(between_layers, gradients=buckets + gradients)
     if training.images:
         forward = forward_of_towers(model, training)
@@ -227,6 +229,14 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     return tuple(counts)
 
 
+def _rotary(model: ModelSize, training: Training, capacity: Capacity) -> float:
+    """Bytes of tables of rotary positions. Next to flash-attn 4, Liger 0.8.5 holds the latest 16 of heads of 128
+    elements or more that it rotates whole."""
+    whole = model.rotary > 0 and model.rotary % (2 * model.head_dim) == 0 and model.head_dim >= 128
+    kept = 16 * model.head_dim if whole and training.fused and capacity.on_gpu else 0
+    return float(training.itemsize * training.tokens * max(model.rotary, kept))
+
+
 def _activations(model: ModelSize, training: Training, spread: Spread, capacity: Capacity) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens = training.tokens
@@ -237,8 +247,8 @@ def _activations(model: ModelSize, training: Training, spread: Spread, capacity:
     if model.routed and fused:  # Liger's experts: activations with their weights, and gradients of the copies
         inner += model.inner + model.routed
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
-    if training.itemsize == 4:  # those of the layer in fp32, and its weights and their gradients cast to bf16
-        one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
+    if training.itemsize == 4:  # those of the layer in fp32, a cast for each product, weights and gradients in bf16
+        one += 2.0 * tokens * (6 + training.in_tiles) * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         if training.weights == "4bit":
@@ -258,7 +268,8 @@ def _activations(model: ModelSize, training: Training, spread: Spread, capacity:
     if model.patterns:
         longest = max(stop - start for start, stop in pairwise(training.bounds))
         document = min(1.0, longest / tokens) if len(training.bounds) > 2 else 0.0
-        wide = capacity.on_gpu, capacity.ffpa, document
+        rows = 128 * (len(training.bounds) - 1) / training.length if document else 0.0  # that kernels add to documents
+        wide = capacity.on_gpu, capacity.ffpa, (document, rows)
         blocks = model.key_blocks if capacity.on_gpu and not capacity.ffpa else 0
         one = max(one, tokens * model.attention_backward(keep, spread.slices, *wide) + blocks)
     mean = model.elements(fused) + model.hidden

@@ -64,6 +64,8 @@ class ModelSize(LayerSizes):
         visited (`int`): Those that one token is multiplied with.
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
+        rotary (`int`): Cosines and sines of a token's position, of all kinds of layers.
+        held (`int`): Elements of a token that graphs of layers hold behind their backward pass.
     """
 
     name: str
@@ -82,6 +84,8 @@ class ModelSize(LayerSizes):
     visited: int
     tower: TowerSize | None
     latent: int
+    rotary: int
+    held: int = 0
 
     def __str__(self) -> str:
         unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""

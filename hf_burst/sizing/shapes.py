@@ -152,6 +152,7 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         value_dim=head_dim,
         patterns=((MaskPattern(causal=True), float(layers)),),
         norms=float(2 * hidden + normed * (queries + keys)),
+        head_norms=float(normed * (queries + keys)),
         vocabulary=shape["vocab_size"],
         weights=linear + others + head * (1 if tied else 2),
         used=linear + others + head,
@@ -167,5 +168,6 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         visited=0,
         tower=None,
         latent=0,
+        rotary=2 * head_dim,
     )
     return size, Positions(shape["max_position_embeddings"], shape.get("rope_parameters", {"rope_type": "default"}))

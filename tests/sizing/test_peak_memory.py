@@ -199,7 +199,7 @@ def test_the_peak_of_adapters_is_as_planned_with_fused_kernels(as_on_gpus, setti
     _, peak = bytes_of_step(adapted, {"input_ids": tokens, "labels": tokens}, settings)
     training = Training(LENGTH // 2, 1, 1, sharded="ddp", lora=2, **settings)
     planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, as_on_gpus)
-    assert 0.97 * peak < planned.tensors - planned.held < 1.08 * peak
+    assert 0.97 * peak < planned.tensors - planned.held < 1.12 * peak
 
 
 def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
@@ -264,4 +264,4 @@ def test_the_peak_of_weights_in_fp32_is_as_planned(as_on_gpus, settings):
     _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings, autocast=True)
     training = Training(LENGTH, 1, 1, sharded="ddp", weights="fp32", **settings)
     planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, as_on_gpus)
-    assert 0.97 * peak < planned.tensors - planned.held < 1.13 * peak
+    assert 0.97 * peak < planned.tensors - planned.held < 1.15 * peak

@@ -41,7 +41,7 @@ from hf_burst.kernels.torch_efficient import TorchEfficientKernel
 from hf_burst.layers import host_limits
 from hf_burst.plan import MaskPattern, RecurrentSize
 from hf_burst.sizing.gpus import DATA_SHEETS, Capacity, capacity_of, data_sheet, gpu_named
-from hf_burst.sizing.memory import LOADING, estimate_memory, gaps_of, memory_of_step
+from hf_burst.sizing.memory import LOADING, estimate_memory, memory_of_step
 from hf_burst.sizing.model import NF4, Training, rounded
 from hf_burst.sizing.prompts import memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, products, step_flops, touched
@@ -98,7 +98,7 @@ def test_wide_heads_have_gradients_of_keys_for_every_query_head() -> None:
         inputs = model.queries + 2 * model.keys
         row = 2 * (2 * model.hidden + 2 * inputs + model.queries)
         sums = model.attention_backward(1.0, 1) - row
-        taken.append(sums - 4 * model.queries - 4 * 2 * model.keys * (kv_heads < 24))
+        taken.append(sums - 4 * (model.queries + 2 * 24) - 4 * 2 * model.keys * (kv_heads < 24))
     assert taken == [pytest.approx(16304, rel=0.01), 0, 0]
 
 
@@ -150,7 +150,7 @@ def test_wide_heads_take_what_their_kernels_allocate(
     ffpa = kernel.capabilities.name == "ffpa"
     document = max(stop - start for start, stop in pairwise(documents)) / length if documents else 0.0
     beside = 2 * (2 * model.hidden + 2 * model.queries + 2 * model.keys)  # its inputs, and what else the layer has
-    planned = length * (model.attention_backward(1.0, 1, True, ffpa, document) - beside)
+    planned = length * (model.attention_backward(1.0, 1, True, ffpa, (document, 0.0)) - beside)
     planned += 0 if ffpa else model.key_blocks
     assert taken <= planned < 1.02 * taken
 
@@ -161,7 +161,7 @@ def test_layers_with_other_heads_are_counted_as_they_are() -> None:
     full, window = sorted(model.kinds, key=lambda kind: kind.kv_heads)
     assert (full.queries, full.keys, window.queries, window.keys) == (8192, 512, 4096, 2048)
     assert model.attention_backward(1.0, 4) == full.attention_backward(1.0, 1) > window.attention_backward(1.0, 1)
-    assert model.attention_backward(1.0, 1, ffpa=True) < 0.6 * model.attention_backward(1.0, 1)
+    assert model.attention_backward(1.0, 1, ffpa=True) < 0.65 * model.attention_backward(1.0, 1)
     assert model.mixing(True) == 2 * (8192 + 512) - 8192
     packed = Training(262144, 1, 1, (0, 131072, 262144), lora=16, tiled_mlp=8192)
     one, several = (estimate_memory(model, how, H200).tensors for how in (replace(packed, documents=()), packed))
@@ -413,7 +413,7 @@ def test_memory_by_hand() -> None:
     weights = LLAMA.weights
     sharded = estimate_memory(LLAMA, plain, H200)
     assert (sharded.weights, sharded.optimizer) == (2 * weights / 8, 4 * weights / 8)
-    assert sharded.layer_inputs == 8192 * 4096 * 32 * 2
+    assert sharded.layer_inputs == 8192 * (4096 * 32 + 16 * 128) * 2, "and tables of rotary positions"
     assert sharded.attention == 8192 * 32 * (4096 * 2 + 32 * 4)
     fp32 = estimate_memory(LLAMA, replace(plain, weights="fp32"), H200)
     assert (fp32.weights, fp32.optimizer) == (4 * weights / 8, 8 * weights / 8)
@@ -857,7 +857,6 @@ def test_weights_of_one_gpu_that_wait_on_the_host(capsys: pytest.CaptureFixture[
     alone = Training(16384, 1, 1, weights="fp32")
     there = replace(alone, offloaded_weights=True)
     assert (alone.itemsize, there.itemsize) == (4, 2)
-    assert gaps_of(0, there, 1.0) == gaps_of(0, replace(alone, gpus=2), 1.0) < gaps_of(0, alone, 1.0)
     words = ["plan", "--length", "4k", "--gpus", "1", "--machine", "rtx4090", "--model"]
     assert main([*words, "llama-3-8b", "--weights", "fp32"]) == 1
     assert " or --offload-weights.\n" in capsys.readouterr().out

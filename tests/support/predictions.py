@@ -150,14 +150,21 @@ def size_of(config: PreTrainedConfig) -> ModelSize:
     return _SIZES[key]
 
 
+def as_measured(model: ModelSize, result: dict[str, Any]) -> ModelSize:
+    """A model whose recurrent layers take the memory that they took with the kernels and releases of a result."""
+    kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
+    if "causal-conv1d" in result["versions"]:
+        kernels["convolution_copies"] = 1
+    elif result["versions"]["transformers"] == "5.17.0":  # repeats keys for every head of values
+        kernels["repeats_keys"] = True
+    return replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
+
+
 def _predicted(result: dict[str, Any], training: Training, layers: int | None, first: bool = False) -> dict[str, Any]:
     """What [`predict`] returns, of a training."""
     config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
     model, sheet = size_of(config), data_sheet(result["hardware"]["device"])
-    kernels: dict[str, Any] = {"norm_copies": FUSED_NORM} if result.get("gated_norms") else {}
-    if "causal-conv1d" in result["versions"]:
-        kernels["convolution_copies"] = 1  # and with it Transformers did not repeat keys
-    model = replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
+    model = as_measured(model, result)
     capacity = capacity_of(sheet) if sheet else Capacity(0, on_gpu=False)
     if sheet and "ffpa" in result.get("kernel", ""):
         capacity, sheet = replace(capacity, ffpa=True), sheet._replace(widest="ffpa")
@@ -249,7 +256,7 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     sheet = data_sheet(row["hardware"]["device"])
     assert sheet is not None, "no result is of another GPU"
     config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
-    model, ranks = size_of(config), row["hardware"]["ranks"]
+    model, ranks = as_measured(size_of(config), row), row["hardware"]["ranks"]
     settings = {
         **settings,
         **WEIGHTS[row["weights"]],

@@ -67,9 +67,12 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         for path, module in view.named
         if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
     ]
+    # Gemma 4 keeps keys and values of some layers to be shared, and the graphs by which they were computed again
+    sharing: list[Any] = [each for each in view.modules if getattr(each, "store_full_length_kv", False)]
     counted: dict[str, Any] = {
         "inner": round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
         "norms": _normed(view, counts) / text.num_hidden_layers,
+        "head_norms": _normed(view, counts, of_heads=True) / text.num_hidden_layers,
     }
     return ModelSize(
         **vars(layer_sizes(view)) | counted,
@@ -89,12 +92,17 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         visited=round(counts.visited),
         tower=tower_size(view),
         latent=int(text.kv_lora_rank + text.qk_rope_head_dim) if expands else 0,
+        rotary=sum(
+            2 * each.numel() for path, each in model.named_buffers() if "inv_freq" in path and counts.reads(path)
+        ),
+        held=sum(2 * text.hidden_size + 5 * each.k_proj.out_features for each in sharing),
     )
 
 
-def _normed(view: ModelView, counts: "_Weights") -> float:
-    """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms.
-    Those of norms without a weight, which are no kernels and keep them in fp32, count twice."""
+def _normed(view: ModelView, counts: "_Weights", of_heads: bool = False) -> float:
+    """Returns the elements per token that enter norms of layers, except torch's norms and recurrent layers' norms; or
+    those that enter norms of queries, keys and values. Those of norms without a weight, which are no kernels and keep
+    them in fp32, count twice."""
     total, modules, text = 0.0, dict(view.named), view.root.config.get_text_config()
     configs = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else []
     recurrent = {id(inner) for module in view.find(recurrent_modules) for inner in view.inside(module)}
@@ -109,7 +117,8 @@ def _normed(view: ModelView, counts: "_Weights") -> float:
         config = configs[int(layer[1])] if configs else text
         q_heads, kv_heads, head_dim, _ = heads_of(config) if name[:1] in "qkv" else (0, 0, 0, 0)
         heads = q_heads * name.startswith("q") + kv_heads * name.startswith(("k", "v", "qk"))
-        total += size * (heads if size == head_dim else 1) * (2 if weight is None else 1)
+        if heads or not of_heads:
+            total += size * (heads if size == head_dim else 1) * (2 if weight is None else 1)
     return total
 
 
