@@ -10,19 +10,19 @@ LINES = {
     "hf": 2_438,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
-    "hf/models": 1_437,
+    "hf/models": 1_445,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
     "kernels": 1_621,
     "layers": 1_722,
-    "plan": 2_240,
+    "plan": 2_243,
     "ranks": 1_363,
     "recurrent": 1_100,
-    "ring": 2_077,
-    "sizing": 1_440,
+    "ring": 2_078,
+    "sizing": 1_457,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_771, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 131_015, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
