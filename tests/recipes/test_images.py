@@ -283,7 +283,7 @@ def test_chats_that_are_too_long(drawn: Path, tmp_path: Path, capsys: pytest.Cap
     rows = [long, json.loads((drawn / "chats.jsonl").read_text().splitlines()[1])]
     path = conversations.write(drawn / "long.jsonl", rows)
     with pytest.raises(
-        SystemExit, match=r"1 of 2 rows have more than max_length \(100\) tokens, .* without images to split"
+        SystemExit, match=r"1 of 2 rows have more than max_length \(100\) tokens, .* to split rows without images"
     ):
         made_by_recipe(words_of(drawn, tmp_path, dataset=path, max_length=100))
     with pytest.raises(SystemExit, match="a piece of a chat could begin inside an image; set refuse or drop"):

@@ -82,7 +82,8 @@ def answers(rank: int, size: int, name: str, length: int, ways: tuple[str, ...],
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     losses = hf_burst.token_losses(model, {**batch, "labels": labels}, document=read)
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    off = 1e-6 if name.startswith("Deepseek") else 1e-9  # its router computes in fp32, whose rounding is the machine's
+    torch.testing.assert_close(losses, expected, rtol=off, atol=off)
     return read.nbytes
 
 

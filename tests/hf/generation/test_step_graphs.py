@@ -40,7 +40,7 @@ def compare(rank: int, size: int, name: str, length: int, padded: bool, ways: tu
         assert torch.equal(found.sequences, expected.sequences), way
         scale = max(float(part.abs().max()) for part in expected.logits)
         for own, other in zip(found.logits, expected.logits, strict=True):
-            torch.testing.assert_close(own, other, rtol=0, atol=3e-6 * scale)
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-5 * scale)  # fp32
     assert "forward" not in vars(model)
     return OpGraph.played
 
