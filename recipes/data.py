@@ -179,8 +179,7 @@ def tokens_of(
     if kind == "dataset" and training.process_index == 0:
         report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
         if answer_columns(rows):
-            counted = sum(len(labels) - labels.count(IGNORED) for labels in tokens["labels"])
-            print(f"the loss counts {counted:,} of these {lengths(tokens).sum():,} tokens")
+            print(f"the loss counts {labelled(tokens):,} of these {lengths(tokens).sum():,} tokens")
     fitted = fit(tokens, training, settings.too_long, name)
     if len(fitted) != len(tokens) and training.process_index == 0:
         verb = "dropped" if settings.too_long == "drop" else "split"
@@ -305,6 +304,12 @@ def lengths(rows: Dataset, column: str = "input_ids") -> numpy.ndarray:
     batches = rows.select_columns(column).with_format("arrow").iter(batch_size=64)
     counts = [pyarrow.compute.list_value_length(batch[column]).to_numpy() for batch in batches]
     return numpy.concatenate(counts) if counts else numpy.zeros(0, dtype=int)
+
+
+def labelled(rows: Dataset) -> int:
+    """Tokens that the loss counts, without holding them all in memory."""
+    batches = rows.select_columns("labels").with_format("arrow").iter(batch_size=64)
+    return sum(int((batch["labels"].combine_chunks().flatten().to_numpy() != IGNORED).sum()) for batch in batches)
 
 
 def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset:

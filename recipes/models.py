@@ -188,11 +188,9 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
                     quantization = hf_burst.Experts4bitConfig.from_dict(quantization.to_dict())
                 options["quantization_config"] = quantization
             model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
-            floats = getattr(torch, settings.bnb_4bit_quant_storage or "uint8").is_floating_point
-            if settings.load_in_4bit and floats and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-                model.to(
-                    "cpu"
-                )  # FSDP2 takes floats to the GPU; accelerate would keep all whole weights there meanwhile
+            floats = settings.load_in_4bit and quantization.bnb_4bit_quant_storage.is_floating_point
+            if floats and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+                model.to("cpu")  # FSDP2 takes them back, sharded; accelerate would keep them whole on the GPU meanwhile
     if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients
         model.requires_grad_(False)
         for part in filter(None, (model.get_decoder(), model.get_output_embeddings())):

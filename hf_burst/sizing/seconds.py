@@ -1,5 +1,6 @@
 """Seconds of a training step: counted operations and bytes, divided by the rates of a data sheet."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
@@ -13,9 +14,7 @@ from .towers import tower_products
 # Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
 # recurrent_*.json, host_copies_*.json; products by recipes/benchmarks/training_limits.py, of an 8B Llama).
 PRODUCTS = 0.68
-EXPERTS = (
-    0.18  # of products of fused experts, tokens dealt to them: fits_*.json of Qwen3-30B-A3B (0.15) and gpt-oss (0.21)
-)
+EXPERTS = 0.18  # of products of fused experts: fits_*.json of Qwen3-30B-A3B (0.15) and gpt-oss (0.21)
 ATTENTION = 0.66, 0.61  # forward, backward
 # of these, by the kernel, what heads of more than 192 elements reach, and of more than 256 by the last two
 WIDE_HEADS = {
@@ -81,7 +80,7 @@ def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ran
     forward, backward = (sheet.peak * share for share in RECURRENCE)
     passes = 1 + training.checkpointing + training.repeated(model)
     recurrence = training.tokens * model.recurrence_flops * (passes / forward + 2 / backward)
-    multiplying = _multiplying(products(model, training), of_experts(model, training), sheet)
+    multiplying = _multiplying(products(model, training), _products_of_experts(model, training), sheet)
     elementwise = touched(model, training) / bandwidth
     computing = attention + recurrence + multiplying + elementwise
     exchange = _exchange(model, training, sheet, spread, attention) + _sharding(model, training, link, computing)
@@ -109,13 +108,19 @@ def step_flops(model: ModelSize, training: Training) -> float:
 def _attention(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> float:
     """Kernels of attention on the busiest rank: 2 products of matrices forward, 5 backward (arXiv 2307.08691), and what
     checkpointed layers compute again."""
-    total = 0.0
+    return sum(
+        count * mask.pairs * ((1 + _again(mask, training) * (1 + training.repeated(model))) * forward + backward)
+        for count, mask, (forward, backward) in _by_kind(model, training, sheet, spread)
+    )
+
+
+def _by_kind(
+    model: ModelSize, training: Training, sheet: DataSheet, spread: Spread
+) -> Iterator[tuple[float, Mask, tuple[float, float]]]:
+    """How many layers there are of each kind, their mask, and the seconds of a pair in one of them."""
     for pattern, kind, count in model.attentions:
         mask = pattern.mask(training.length, training.bounds, training.parents)
-        forward, backward = _seconds_of_pairs(kind, training, sheet, spread)
-        runs = 1 + _again(mask, training) * (1 + training.repeated(model))
-        total += count * mask.pairs * (runs * forward + backward)
-    return total
+        yield count, mask, _seconds_of_pairs(kind, training, sheet, spread)
 
 
 def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> tuple[float, float]:
@@ -129,11 +134,8 @@ def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, sp
 
 def _reference(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, link: float) -> float:
     """The forward pass of a model that does not learn. Heads, states and sharded weights travel once, of two times."""
-    row = training.length, training.bounds, training.parents
-    attention = sum(
-        _seconds_of_pairs(kind, training, sheet, spread)[0] * count * pattern.mask(*row).pairs
-        for pattern, kind, count in model.attentions
-    )
+    kinds = _by_kind(model, training, sheet, spread)
+    attention = sum(count * mask.pairs * forward for count, mask, (forward, _) in kinds)
     recurrence = training.tokens * model.recurrence_flops / (sheet.peak * RECURRENCE[0])
     towers = tower_products(model, replace(training, frozen_towers=True))
     multiplying = _multiplying(
@@ -179,11 +181,12 @@ def products(model: ModelSize, training: Training) -> float:
 
 
 def _multiplying(operations: float, of_experts: float, sheet: DataSheet) -> float:
+    """Seconds of operations of products, some of them in fused experts."""
     return ((operations - of_experts) / PRODUCTS + of_experts / EXPERTS) / sheet.peak
 
 
-def of_experts(model: ModelSize, training: Training) -> float:
-    """Those of them in fused experts."""
+def _products_of_experts(model: ModelSize, training: Training) -> float:
+    """Operations of [`products`] in fused experts."""
     passes = (2 if training.lora else 3) + (training.checkpointing or training.in_tiles) + training.repeated(model)
     return 2.0 * training.tokens * model.visited * passes
 

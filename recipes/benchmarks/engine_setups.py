@@ -136,13 +136,13 @@ def folder_of(arguments: argparse.Namespace) -> str:
     """The folder of a Llama. Its first process writes random weights once, in the dtype in which they train."""
     if arguments.model not in SHAPES:
         return arguments.model
+    if SHAPES[arguments.model]["model_type"] != "llama":
+        raise ValueError(f"{arguments.engine} is set up for Llama here, and {arguments.model} is another model")
     dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
     name = f"{arguments.model}_{arguments.layers}_{arguments.length}_{dtype}"
     folder, start = Path(arguments.folder) / name, time.monotonic()
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (folder / "done").exists():
         model = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
-        if model.config.model_type != "llama":
-            raise ValueError(f"{arguments.engine} is set up for Llama here, and {arguments.model} is another model")
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         (folder / "done").touch()

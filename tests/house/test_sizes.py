@@ -20,9 +20,9 @@ LINES = {
     "ranks": 1_363,
     "recurrent": 1_100,
     "ring": 2_078,
-    "sizing": 1_457,
+    "sizing": 1_460,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_015, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 131_036, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
