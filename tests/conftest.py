@@ -18,10 +18,6 @@ settings.register_profile(
 )
 settings.load_profile("hf_burst")
 torch.set_num_threads(1)
-# flash-attn 4 compiles each kind of call for a second or two: once for all ranks, not once for each
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -419,9 +419,9 @@ class ShardedAttention:
             return backward(self._ring, exchanges, rotating, inputs, buffers)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
         for heads, kv_heads in groups:
-            gradients = backward(self._ring, exchanges, rotating, inputs.of_heads(heads, kv_heads))
-            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
-            del gradients  # before the next group has its own
+            own = inputs.of_heads(heads, kv_heads)
+            # under no name, which would keep them until the next group has its own
+            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = backward(self._ring, exchanges, rotating, own)
         return dq, dk, dv
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
