@@ -18,6 +18,8 @@ settings.register_profile(
 )
 settings.load_profile("hf_burst")
 torch.set_num_threads(1)
+# torch makes the pool of threads of a fork anew when it is first asked for; two threads at once find none and raise
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 @pytest.hookimpl(optionalhook=True)
