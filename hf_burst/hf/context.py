@@ -8,9 +8,10 @@
 A layer only reads [`current`] and knows nothing of checkpoints; this holds for new kinds of layers, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import ref
@@ -180,6 +181,9 @@ class CheckpointedRun:
         again = self.context is not None
         if self.context is None:
             self.context = (current() or LayerContext()).of_checkpoint(self.cache)
+        if again:  # what it writes, such as keys that layers of Gemma 4 share, would hold its graph for the whole pass
+            named = getattr(self.function, "keywords", {}) | kwargs  # Transformers binds them
+            kwargs = {name: copy(each) if isinstance(each, MutableMapping) else each for name, each in named.items()}
         if self.cache is not None:
             self.cache.start(again, for_output)
         if self.context.replay is not None:

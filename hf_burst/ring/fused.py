@@ -73,7 +73,7 @@ def _combine(
     s = (first_row + tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
     d = tl.arange(0, width)
     here = s < last_row
-    inside = here & (s >= row_start) & (s < row_stop) & (b >= batch_start) & (b < batch_stop)
+    inside = here & (s >= row_start) & (s < tl.where((b >= batch_start) & (b < batch_stop), row_stop, row_start))
     some = here[:, None] & (d < dim)[None]
     added = inside[:, None] & (d < dim)[None]
     old = tl.load(so_far + b * a_b + s[:, None] * a_s + h * a_h + d[None], mask=some, other=0.0).to(tl.float32)

@@ -28,7 +28,7 @@ class MemoryEstimate:
     Args:
         weights, gradients, optimizer (`float`): Of the weights that this GPU holds.
         gathered (`float`): Weights and gradients of the layers that FSDP has put together.
-        layer_inputs (`float`): What checkpointed layers keep to be computed again, and rotary positions.
+        layer_inputs (`float`): What checkpointed layers keep to be computed again, and what layers share.
         attention (`float`): Attention that is kept for it (`attention_keep`).
         activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
@@ -143,13 +143,13 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
     attending = model.attending / layers
     whole = whole_weights(model, training)
     scales = SCALES * training.in_4_bits(model)
-    rotary, shared = _rotary(model, training, capacity), 2 * tokens * model.held
+    shared = _shared(model, training, capacity)
     at_loss = MemoryEstimate(
         weights=(whole - scales) / shards + scales,
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=4.0 * table if sharded else 0.0,  # the head, and the message that it came in
-        layer_inputs=(keeping(layers, layers, together) - keeping(leaving, layers, together)) * kept_input + rotary,
+        layer_inputs=(keeping(layers, layers, together) - keeping(leaving, layers, together)) * kept_input + shared,
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
@@ -176,14 +176,14 @@ def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> 
                 gradients=buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
                 gathered=2 * unit * (1 + learns + again) + 2 * table * head if sharded else 0.0,
-                layer_inputs=inputs * kept_input + rotary,
+                layer_inputs=inputs * kept_input + shared,
                 attention=attentions * attending * kept_attention,
-                activations=every * layer / layers + one + shared * (layer <= layers - len(model.heads)),
+                activations=every * layer / layers + one,
                 loss=0.0,
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
             )
         )
-    between_layers = replace(at_loss, layer_inputs=rotary, attention=0.0, loss=0.0, states=0.0)
+    between_layers = replace(at_loss, layer_inputs=shared, attention=0.0, loss=0.0, states=0.0)
     late = replace(between_layers, gradients=buckets + gradients)
     if training.images:
         forward = forward_of_towers(model, training)
@@ -229,12 +229,12 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     return tuple(counts)
 
 
-def _rotary(model: ModelSize, training: Training, capacity: Capacity) -> float:
-    """Bytes of tables of rotary positions. Next to flash-attn 4, Liger 0.8.5 holds the latest 16 of heads of 128
-    elements or more that it rotates whole."""
+def _shared(model: ModelSize, training: Training, capacity: Capacity) -> float:
+    """Bytes of what layers share: keys and values, and tables of rotary positions. Next to flash-attn 4, Liger 0.8.5
+    holds the latest 16 of heads of 128 elements or more that it rotates whole."""
     whole = model.rotary > 0 and model.rotary % (2 * model.head_dim) == 0 and model.head_dim >= 128
     kept = 16 * model.head_dim if whole and training.fused and capacity.on_gpu else 0
-    return float(training.itemsize * training.tokens * max(model.rotary, kept))
+    return float(training.tokens * (training.itemsize * max(model.rotary, kept) + 2 * model.shared))
 
 
 def _activations(model: ModelSize, training: Training, spread: Spread, capacity: Capacity) -> tuple[float, float]:

@@ -65,7 +65,7 @@ class ModelSize(LayerSizes):
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
         rotary (`int`): Cosines and sines of a token's position, of all kinds of layers.
-        held (`int`): Elements of a token that graphs of layers hold behind their backward pass.
+        shared (`int`): Elements of a token's keys and values that layers keep for others.
     """
 
     name: str
@@ -85,7 +85,7 @@ class ModelSize(LayerSizes):
     tower: TowerSize | None
     latent: int
     rotary: int
-    held: int = 0
+    shared: int = 0
 
     def __str__(self) -> str:
         unused = f" ({rounded(self.unused)} not for text)" if self.unused else ""

@@ -7,6 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -265,3 +267,26 @@ def test_the_peak_of_weights_in_fp32_is_as_planned(as_on_gpus, settings):
     training = Training(LENGTH, 1, 1, sharded="ddp", weights="fp32", **settings)
     planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, as_on_gpus)
     assert 0.97 * peak < planned.tensors - planned.held < 1.15 * peak
+
+
+def test_layers_of_gemma_4_keep_keys_and_values_for_others_and_nothing_else() -> None:
+    """Not the graphs by which their runs again computed them, which are some ten hidden states here."""
+    config = Gemma4UnifiedTextConfig(
+        **SIZES | {"num_hidden_layers": 6, "head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 1}
+    )
+    config.layer_types[-1] = "full_attention"
+    kept, peak, tokens = [], [], torch.randint(1, 64, (1, LENGTH))
+    for stores in (False, True):
+        torch.manual_seed(0)
+        model = Gemma4UnifiedForCausalLM(config).bfloat16().train()
+        model.gradient_checkpointing_enable()
+        sizes = model_size(type(model), config)
+        for layer in model.model.layers:
+            layer.self_attn.store_full_length_kv &= stores
+        found = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, {})
+        kept.append(found[0])
+        peak.append(found[1])
+    shared = 2 * LENGTH * sizes.shared
+    assert shared > 0
+    assert kept[1] - kept[0] == pytest.approx(shared, rel=0.01)
+    assert peak[1] - peak[0] == pytest.approx(shared, rel=0.01)

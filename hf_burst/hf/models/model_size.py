@@ -67,8 +67,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         for path, module in view.named
         if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
     ]
-    # Gemma 4 keeps keys and values of some layers to be shared, and the graphs by which they were computed again
-    sharing: list[Any] = [each for each in view.modules if getattr(each, "store_full_length_kv", False)]
+    sharing: list[Any] = [each for each in view.modules if getattr(each, "store_full_length_kv", False)]  # of Gemma 4
     counted: dict[str, Any] = {
         "inner": round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
         "norms": _normed(view, counts) / text.num_hidden_layers,
@@ -95,7 +94,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         rotary=sum(
             2 * each.numel() for path, each in model.named_buffers() if "inv_freq" in path and counts.reads(path)
         ),
-        held=sum(2 * text.hidden_size + 5 * each.k_proj.out_features for each in sharing),
+        shared=sum(2 * each.k_proj.out_features for each in sharing),
     )
 
 

@@ -1,5 +1,7 @@
 """The context of a layer: who knows of it, first and again, and that nothing is left behind."""
 
+import weakref
+from collections import UserDict
 from contextlib import suppress
 from functools import partial
 from threading import Thread
@@ -65,6 +67,30 @@ def test_a_checkpoint_runs_again_in_its_first_context(reentrant: bool) -> None:
     assert (first.tile, first.cache) == (3, cache)
     assert len(others) == 2
     assert all(context is first for context in others)
+
+
+@pytest.mark.parametrize(("bound", "reentrant"), [(False, False), (True, False), (True, True)])
+def test_what_a_layer_writes_when_it_runs_again_goes_with_that_run(bound: bool, reentrant: bool) -> None:
+    """As layers of Gemma 4 write keys that others share: graphs of runs would live until the last backward pass."""
+    shared, written = UserDict({"first": (torch.ones(3),)}), []
+
+    def layer(x: torch.Tensor, shared: UserDict) -> torch.Tensor:
+        (before,) = shared["first"]
+        shared["last"] = (x.sin(),)
+        written.append(weakref.ref(shared["last"][0]))
+        return (before * shared["last"][0]).cos()
+
+    run = CheckpointedRun(partial(layer, shared=shared) if bound else layer, None, ignore)
+    x = torch.ones(3, requires_grad=True)
+    named = {} if bound else {"shared": shared}
+    out = checkpoint(run, x, use_reentrant=reentrant, **named)
+    kept = shared["last"]
+    with torch.no_grad():
+        run.for_output(x, **named)
+    out.sum().backward()
+    assert shared["last"] is kept
+    assert len(written) == 3
+    assert [reference() is None for reference in written] == [False, True, True]
 
 
 def test_an_error_is_told_and_leaves_nothing() -> None:
