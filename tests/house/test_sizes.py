@@ -7,7 +7,7 @@ LINES = {
     "attention": 1_231,
     "check": 1_134,
     "cli": 1_160,
-    "hf": 2_438,
+    "hf": 2_442,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
     "hf/models": 1_445,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_078,
     "sizing": 1_460,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_036, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 131_052, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
