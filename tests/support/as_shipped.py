@@ -44,7 +44,7 @@ KINDS = {  # of the models that the files name
     **dict.fromkeys(("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-32B"), "qwen3"),
     "ibm-granite/granite-4.0-h-tiny": "granitemoehybrid",
     **{"google/gemma-3-12b-it": "gemma3", "google/gemma-4-12B": "gemma4"},
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    **dict.fromkeys(("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"), "qwen3_moe"),
 }
 ALIKE = (  # patterns of settings whose value makes no other combination
     *("*dataset", "eval_share", "output_dir", "report_to", "seed", "burst_size", "logging_steps", "max_*", "save_*"),
