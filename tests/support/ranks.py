@@ -163,6 +163,8 @@ def join(rank: int, size: int, store: dist.Store, backend: str = "gloo") -> None
         torch.cuda.set_device(gpu_of(rank))
     else:
         os.environ["ACCELERATE_USE_CPU"] = "1"
+        # workers of data loaders are forks, as where users launch; a fork of the server could ask it for none
+        mp.set_start_method("fork", force=True)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 

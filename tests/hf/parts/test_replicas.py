@@ -420,5 +420,5 @@ def test_torchrun_on_cpus_is_refused_with_the_line_that_mends_it(tmp_path: Path)
     command = [*launcher, "script.py"]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert run.returncode
-    assert "torch.distributed.init_process_group()" in run.stdout
+    assert "Make the Accelerator before the first batch" in run.stdout
     assert "accelerate knows of 1 of the 2 processes" in run.stderr
