@@ -10,11 +10,11 @@ LINES = {
     "hf": 2_442,
     "hf/batches": 1_088,
     "hf/generation": 1_503,
-    "hf/models": 1_445,
+    "hf/models": 1_444,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
-    "kernels": 1_621,
+    "kernels": 1_589,
     "layers": 1_722,
     "plan": 2_243,
     "ranks": 1_363,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_078,
     "sizing": 1_460,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_052, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_894, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
