@@ -10,8 +10,9 @@ from torch import Tensor
 from ..errors import BatchError, KernelError, ShardingError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.layout import SequenceLayout
+from ..ring.resources import resources_of
 from .cache import AttentionCache
-from .choice import schedule_of, topology_of, with_schedule
+from .choice import schedule_of, with_schedule
 from .prepare import deterministic, kernel_for
 from .request import AttentionRequest, InputKind
 
@@ -63,7 +64,7 @@ def burst_attention(
         error = problem
     if check:
         request.group.agree(facts, error, _device_of(q, request.group), doing="burst_attention")
-        topology_of(request, q.device)
+        resources_of(request.group).ranks_per_host(q.device, request.ranks_per_host)
     elif error is not None:
         raise error
     request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k, v)

@@ -316,7 +316,7 @@ class _Patch:
             if call.view is not self.view:
                 self.look(call.view)
             if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
-                resources_of(call.group).topology(call.device)
+                resources_of(call.group).ranks_per_host(call.device)
             check_processes_met()
             for part in self.parts:
                 part.admit(call)
