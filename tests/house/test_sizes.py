@@ -9,8 +9,8 @@ LINES = {
     "cli": 1_160,
     "hf": 2_442,
     "hf/batches": 1_088,
-    "hf/generation": 1_503,
-    "hf/models": 1_444,
+    "hf/generation": 1_500,
+    "hf/models": 1_435,
     "hf/parts": 2_985,
     "hf/spread": 623,
     "hf/trainers": 1_317,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_078,
     "sizing": 1_460,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_851, 0.17, 1_485, 281
+NODES, TUPLES, REFUSING, RAISES = 130_808, 0.17, 1_485, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
