@@ -17,7 +17,7 @@ LINES = {
     "kernels": 1_589,
     "layers": 1_722,
     "plan": 2_243,
-    "ranks": 1_349,
+    "ranks": 1_377,
     "recurrent": 1_100,
     "ring": 2_078,
     "sizing": 1_460,
