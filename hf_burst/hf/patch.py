@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
 from ..kernels.tuning import tune_in_parallel
-from ..ranks.group import ContextGroup
+from ..ranks.group import Agreement, ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
 from .admission import check_adapters, served_by
@@ -26,7 +26,7 @@ from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import is_within, within_compiled
 from .context import PASS_KEY, LayerContext, begin_pass, current, end_pass
-from .forward_pass import LOSS, Agreement, Batch, Call, ForwardPass, Question
+from .forward_pass import LOSS, Batch, Call, ForwardPass, Question
 from .groups import PATCH, check_processes_met, resolve_group
 from .models.cut_point import reader_of
 from .models.layer_sizes import recurrent_sizes

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...errors import BatchError, BurstError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
-from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
@@ -50,19 +49,6 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     if found is None:
         raise ConfigError("This takes a patched model. Call hf_burst.patch_model(model) first.")
     return found, resolve_group(getattr(found, PATCH).group)
-
-
-@contextmanager
-def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
-    """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end. An error or
-    interrupt of one rank is raised on all."""
-    found = Agreement()
-    error: BaseException | None = None
-    try:
-        yield found
-    except BaseException as problem:  # the other ranks must not wait for this one
-        error = problem
-    group.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
 
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:

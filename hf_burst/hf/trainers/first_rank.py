@@ -114,17 +114,13 @@ class FirstRank:
 
     def _call(self, name: str, run: Callable[[], Any]) -> Any:
         """Runs a call on all ranks, then raises any rank's error on all of them."""
-        result = None
-        error: BaseException | None = None
         self.within = threading.get_ident()
         try:
-            with torch.no_grad():
-                result = run()
-        except BaseException as problem:  # including KeyboardInterrupt
-            error = problem
-        self.within = None
-        self.group.agree({"call": "end"}, error, self.device, doing=name)
-        return result
+            with self.group.agreeing(self.device, name) as end, torch.no_grad():
+                end.add("call", "end")
+                return run()
+        finally:
+            self.within = None
 
     def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any, Any]:
         """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""
