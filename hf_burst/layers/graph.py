@@ -7,6 +7,22 @@ import torch
 from torch import Tensor
 
 
+class Kept(torch.autograd.Function):
+    """Saves tensors in a node of their own before anything is computed, so that a checkpoint can stop recomputing here.
+    Returns the inputs, whose graphs begin with that node."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor in inputs if not tensor.is_floating_point()))
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradients
+
+
 def new_node() -> Any:
     """Returns a new autograd node, to mark the start of a graph."""
     return torch.empty(0, requires_grad=True).view(0).grad_fn

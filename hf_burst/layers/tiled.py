@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
-from .graph import leaves_behind, new_node
+from .graph import Kept, leaves_behind, new_node
 from .surroundings import draws_as_now, function_modes_as_now
 
 Forward = Callable[..., Tensor]
@@ -49,8 +49,8 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     if not torch.is_grad_enabled():
         return call.compute(inputs)
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
-    kept = _Keep.apply(anchor, *inputs)
-    call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
+    begun, *kept = Kept.apply(inputs, anchor, *inputs)
+    call.kept = begun.grad_fn
     kind = inputs[0].device.type
     call.modes = function_modes_as_now()
     call.cast, call.draws = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)), draws_as_now(*inputs)
@@ -60,23 +60,8 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     return _Tiled.apply(call, output, *kept, *call.leaves.values())
 
 
-class _Keep(torch.autograd.Function):
-    """Saves the inputs before the module runs, so that a checkpoint can stop recomputing here."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(tensor for tensor in inputs if not tensor.is_floating_point()))
-        return tuple(tensor.view_as(tensor) for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradients
-
-
 class _Tiled(torch.autograd.Function):
-    """The output as a function of the inputs saved by a [`_Keep`] node and of all leaves."""
+    """The output as a function of the inputs saved by a [`Kept`] node and of all leaves."""
 
     @staticmethod
     def forward(ctx: Any, call: "_Call", output: list[Tensor], *tensors: Tensor) -> Tensor:

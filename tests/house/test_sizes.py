@@ -15,14 +15,14 @@ LINES = {
     "hf/spread": 623,
     "hf/trainers": 1_312,
     "kernels": 1_589,
-    "layers": 1_722,
+    "layers": 1_709,
     "plan": 2_243,
     "ranks": 1_377,
     "recurrent": 1_100,
     "ring": 2_078,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_723, 0.17, 1_483, 280
+NODES, TUPLES, REFUSING, RAISES = 130_674, 0.17, 1_483, 280
 
 
 def test_rooms_keep_to_their_numbers() -> None:
