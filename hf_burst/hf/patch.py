@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
 from ..kernels.tuning import tune_in_parallel
+from ..layers.surroundings import instead
 from ..ranks.group import Agreement, ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
@@ -283,11 +284,8 @@ class _Patch:
 
     def ask(self, question: Question, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Returns the outputs of a pass that answers a question; `model` is the patched one, with its wrappers."""
-        self.asked = question
-        try:
+        with instead(question, "asked", self):
             return model(**inputs)
-        finally:
-            self.asked = LOSS
 
     def _call(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> Call:
         """Returns what is asked of a pass. All ranks meet here if none has asked for hosts yet."""

@@ -6,7 +6,6 @@ recomputes each tile, differentiates it with torch's autograd, and sums gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
 from .graph import Kept, leaves_behind, new_node
-from .surroundings import draws_as_now, function_modes_as_now
+from .surroundings import draws_as_now, function_modes_as_now, instead
 
 Forward = Callable[..., Tensor]
 
@@ -222,7 +221,8 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
     wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
     gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
     if run.out.requires_grad:
-        with _without_hooks(run.leaves.values()):
+        # their hooks see the whole gradient later, not each tile's
+        with instead(None, "_backward_hooks", *run.leaves.values()):
             gradients = iter(torch.autograd.grad(run.out, wanted, dout, allow_unused=True))
     for part in parts:
         if part is not None:
@@ -231,16 +231,3 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
     for key, found in zip(run.leaves, gradients, strict=True):
         if found is not None:  # a copy, as autograd may return one tensor for several leaves
             sums[key] = sums[key].add_(found) if key in sums else found.to(accumulation_dtype(found.dtype), copy=True)
-
-
-@contextmanager
-def _without_hooks(leaves: Any) -> Iterator[None]:
-    """Disables the leaves' hooks, which see the whole gradient later, not each tile's."""
-    hooks: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
-    for leaf, _ in hooks:
-        leaf._backward_hooks = None
-    try:
-        yield
-    finally:
-        for leaf, own in hooks:
-            leaf._backward_hooks = own

@@ -3,7 +3,7 @@
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, BurstError, ConfigError, UnsupportedModelError
+from ...layers.surroundings import instead
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
 from ..groups import PATCH, resolve_group
@@ -174,18 +175,10 @@ def with_settings(kwargs: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     return {**kwargs, "generation_config": GenerationConfig(**{**config.to_dict(), **settings})}
 
 
-@contextmanager
-def without_rope_deltas(model: nn.Module) -> Iterator[None]:
+def without_rope_deltas(model: nn.Module) -> AbstractContextManager[None]:
     """Removes `rope_deltas` from a model, and restores them afterwards. Transformers keeps there how far images moved
     later positions, and adds it whenever a cache is not empty."""
-    kept: list[Any] = [(module, module.rope_deltas) for module in inner_modules(model) if "rope_deltas" in vars(module)]
-    for module, _ in kept:
-        module.rope_deltas = None
-    try:
-        yield
-    finally:
-        for module, deltas in kept:
-            module.rope_deltas = deltas
+    return instead(None, "rope_deltas", *(module for module in inner_modules(model) if "rope_deltas" in vars(module)))
 
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:
