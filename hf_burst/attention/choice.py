@@ -12,20 +12,11 @@ from ..errors import ConfigError
 from ..numerics import accumulation_dtype
 from ..plan import MaskPattern, Shapes, assign, choose_schedule, name_of
 from ..ranks.group import ContextGroup
-from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
 from ..ring.resources import resources_of
 from .request import AttentionRequest, InputKind
 
 logger = logging.getLogger(__name__)
-
-
-def topology_of(request: AttentionRequest, device: torch.device) -> Topology:
-    """Returns the topology of a request's group, see [`GroupResources.topology`].
-
-    The ranks agree on it at the first call, which all make at the same time, and not while tracing a graph.
-    """
-    return resources_of(request.group).topology(device, request.ranks_per_host)
 
 
 def with_schedule(
@@ -67,7 +58,8 @@ def schedule_of(request: AttentionRequest, inputs: InputKind, layout: SequenceLa
             owners = assign((request.pattern.mask(length, (0, length)),) * rows, ranks)
             layout = SequenceLayout(length, owners, ((0, length),) * rows)
         shapes = Shapes(*sizes, inputs.dtype.itemsize, accumulation_dtype(inputs.dtype).itemsize)
-        per_host = topology_of(request, inputs.device).ranks_per_host
+        # the ranks agree on it at the first call, which all make at the same time, and not while tracing a graph
+        per_host = resources_of(request.group).ranks_per_host(inputs.device, request.ranks_per_host)
         return _chosen(layout, request.pattern, shapes, per_host, request.group)
     schedule = asked if isinstance(asked, Schedule) else Schedule.parse(asked, ranks)
     refusal = schedule.refusal(ranks, sizes.q_heads, sizes.kv_heads)

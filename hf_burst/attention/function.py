@@ -1,6 +1,7 @@
 """`burst_attention`, the public function, with its checks, and `attend`, which models call too."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import BatchError, KernelError, ShardingError
-from ..ranks.group import ContextGroup, group_by_name
+from ..ranks.group import Agreement, ContextGroup, group_by_name
 from ..ranks.layout import SequenceLayout
+from ..ring.resources import resources_of
 from .cache import AttentionCache
-from .choice import schedule_of, topology_of, with_schedule
+from .choice import schedule_of, with_schedule
 from .prepare import deterministic, kernel_for
 from .request import AttentionRequest, InputKind
 
@@ -54,18 +56,12 @@ def burst_attention(
     """
     if not isinstance(request, AttentionRequest):
         raise BatchError(f"Attention takes an AttentionRequest behind the layout, got {type(request).__name__}.")
-    error: Exception | None = None
-    facts: dict[str, Any] = {}
-    try:
+    comparing = request.group.agreeing(_device_of(q, request.group), "burst_attention")
+    with comparing if check else nullcontext(Agreement()) as found:
         _check(q, k, v, layout, request, sinks)
-        facts = _facts(q, k, v, layout, request.with_scale(q.shape[-1]), sinks)
-    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
-        error = problem
+        found.facts |= _facts(q, k, v, layout, request.with_scale(q.shape[-1]), sinks)
     if check:
-        request.group.agree(facts, error, _device_of(q, request.group), doing="burst_attention")
-        topology_of(request, q.device)
-    elif error is not None:
-        raise error
+        resources_of(request.group).ranks_per_host(q.device, request.ranks_per_host)
     request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k, v)
     out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, layout.encode(), *request.flatten())
     return out, lse

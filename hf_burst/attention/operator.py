@@ -18,7 +18,7 @@ from ..numerics import accumulation_dtype
 from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.merge import heads_first
 from ..ring.resources import resources_of
-from .choice import schedule_of, topology_of
+from .choice import schedule_of
 from .prepare import sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat, InputKind
 
@@ -65,9 +65,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *fl
     request, inputs = AttentionRequest.restore(flat), InputKind.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = heads_first(q.shape, accumulation_dtype(q.dtype), q.device)
-    on_gpus = topology_of(request, q.device).on_gpus
     schedule = schedule_of(request, inputs)
-    kept = kept_shapes(schedule, inputs.batch, inputs.tokens, inputs.sizes, on_gpus, request.head_groups)
+    kept = kept_shapes(
+        schedule, inputs.batch, inputs.tokens, inputs.sizes, q.device.type == "cuda", request.head_groups
+    )
     return out, lse, [q.new_empty(shape) for shape in kept]
 
 

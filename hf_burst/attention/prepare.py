@@ -9,7 +9,6 @@ from torch import Tensor
 from ..config import Schedule
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..ranks.group import ContextGroup
-from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
 from ..ring import ShardedAttention
 from ..ring.resources import GroupResources
@@ -31,13 +30,13 @@ def sharded_attention(
         inputs ([`InputKind`]): The kind of q, k and v.
     """
     *_, per_host, _, _, _, _ = flat
-    topology = resources.topology(inputs.device, per_host)
-    return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), topology)
+    per_host = resources.ranks_per_host(inputs.device, per_host)
+    return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), per_host)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    group: ContextGroup, flat: Flat, encoded: bytes, inputs: InputKind, same_bits: bool, topology: Topology
+    group: ContextGroup, flat: Flat, encoded: bytes, inputs: InputKind, same_bits: bool, ranks_per_host: int
 ) -> tuple[ShardedAttention, LaterAttention | None]:
     request, layout = AttentionRequest.restore(flat), SequenceLayout.decode(encoded)
     assert request.scores is not None, "with_scale sets them"
@@ -49,9 +48,9 @@ def _prepared(
         keys=layout.sharding,
         kernel=kernel_for(request, inputs, request.pattern.window is not None, same_bits),
         scores=request.scores,
-        on_gpus=topology.on_gpus,
+        on_gpus=inputs.device.type == "cuda",
         head_groups=request.head_groups,
-        ranks_per_host=topology.ranks_per_host,
+        ranks_per_host=ranks_per_host,
     )
     plan = layout.later_keys
     if plan is None:

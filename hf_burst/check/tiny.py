@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..hf.models.layer_sizes import CHOSEN, EXPERTS
 from ..hf.parts.tokens import numbers_tokens
 
 LAYER_COUNTS = (
@@ -39,11 +40,7 @@ HEAD_COUNTS = (
     "encoder_attention_heads",
 )
 _AT_MOST = {
-    "num_experts_per_tok",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "moe_top_k",
+    *CHOSEN,
     "type_vocab_size",
     "n_group",
     "mamba_n_groups",
@@ -59,7 +56,7 @@ _NAMES = {
     "num_dense_layers",
     2: "num_key_value_heads max_window_layers eos_token_id swa_num_key_value_heads kv_n_heads zero_expert_num "
     "num_kv_shared_layers num_layers_per_stack mamba_dt_rank time_step_rank linear_num_heads linear_num_key_heads",
-    4: "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
+    4: "num_decoder_attention_heads qk_rope_head_dim "
     "swa_num_attention_heads num_attention_heads_per_layer rotary_dim mamba_n_heads mamba_num_heads "
     "linear_num_value_heads adapter_rank",
     6: "v_head_dim hidden_size_per_layer_input linear_value_head_dim",
@@ -84,7 +81,7 @@ _NAMES = {
     0: "pad_token_id",
 }
 SIZES: dict[str, int] = {
-    **dict.fromkeys((*LAYER_COUNTS, *HEAD_COUNTS), 4),
+    **dict.fromkeys((*LAYER_COUNTS, *HEAD_COUNTS, *EXPERTS), 4),
     **dict.fromkeys(POSITION_COUNTS, POSITIONS),
     **dict.fromkeys(_AT_MOST, 2),
     **{name: size for size, names in _NAMES.items() for name in names.split()},

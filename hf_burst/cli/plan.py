@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, get_args
 
@@ -21,6 +21,7 @@ from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .sequence import add_sequence, named_sequence, tokens
 
+_OF_TRAINING = {field.name for field in fields(Training)}  # options have the names of its fields
 _TIE = 0.01  # relative difference in speed below the accuracy of predictions
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
@@ -72,11 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; of adapters fp32)")
     parser.add_argument(
-        "--quantize-experts", action="store_true", help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)"
+        "--quantize-experts",
+        dest="quantized_experts",
+        action="store_true",
+        help="experts are in 4 bits, too (hf_burst.Experts4bitConfig)",
     )
     parser.add_argument("--sharded", choices=get_args(Sharded), help="(default fsdp2; ddp with --qlora alone)")
     parser.add_argument(
         "--offload-weights",
+        dest="offloaded_weights",
         action="store_true",
         help="FSDP2 keeps weights, gradients and optimizer on the host (fsdp_offload_params), also on one GPU",
     )
@@ -119,11 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"--images is {arguments.images}, and of {model.name} no tower is known. Built-in shapes have none: give "
             "the folder or config.json of the model. For a model that is not served with images, leave --images out."
         )
-    if arguments.quantize_experts and not model.fused:
+    if arguments.quantized_experts and not model.fused:
         raise ConfigError(f"{model.name} has no experts in tensors of three dimensions. Leave out --quantize-experts.")
-    settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
-    training = _training(arguments, mask, gpus, settings)
-    fixed = SETTINGS if settings else ()  # any setting of the user's fixes them all
+    training = _training(arguments, mask, gpus)
+    asked = any(getattr(arguments, name) is not None for name in SETTINGS)
+    fixed = SETTINGS if asked else ()  # any setting of the user's fixes them all
     rows = divisions(model, training, sheet, capacity, fixed)
     fitting = [row for row in rows if row.fit.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
@@ -175,7 +180,7 @@ def _mask(length: int, documents: tuple[int, ...], endings: list[int]) -> Mask:
     return Mask(bounds[-1], documents=bounds, parents=(-1, *[0] * len(endings)))
 
 
-def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: dict[str, Any]) -> Training:
+def _training(arguments: argparse.Namespace, mask: Mask, gpus: int) -> Training:
     option, rank = ("--lora", arguments.lora) if arguments.qlora is None else ("--qlora", arguments.qlora)
     if rank is not None and rank < 1:
         raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
@@ -187,26 +192,18 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int, settings: di
             "the sequence, which has them among its own. Give a length that has room for them and the text."
         )
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
-    return Training(
-        length=mask.length,
-        gpus=gpus,
-        burst_size=gpus,
-        documents=mask.documents,
-        parents=mask.parents,
-        reference=arguments.reference,
-        sharded=arguments.sharded or ("ddp" if arguments.qlora and not arguments.offload_weights else "fsdp2"),
-        weights=weights,
-        offloaded_weights=arguments.offload_weights,
-        quantized_experts=arguments.quantize_experts,
-        lora=rank or 0,
-        checkpointing=arguments.checkpointing,
-        fused=arguments.fused,
-        expandable_segments=arguments.expandable_segments,
-        images=arguments.images,
-        image_tokens=arguments.image_tokens,
-        frozen_towers=arguments.frozen_towers,
-        **settings,
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in _OF_TRAINING and value is not None}
+    own: dict[str, Any] = {
+        "length": mask.length,
+        "gpus": gpus,
+        "burst_size": gpus,
+        "documents": mask.documents,
+        "parents": mask.parents,
+        "sharded": arguments.sharded or ("ddp" if arguments.qlora and not arguments.offloaded_weights else "fsdp2"),
+        "weights": weights,
+        "lora": rank or 0,
+    }
+    return Training(**given | own)
 
 
 def find_model(name: str, trust_remote_code: bool) -> tuple[ModelSize, Any]:

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
+from ..layers.surroundings import instead
 from ..plan import MaskPattern
 from ..ranks.collectives import group_sum
 from ..ranks.group import ContextGroup
@@ -279,13 +280,9 @@ class Fixed(Stepping):
     @contextmanager
     def entered(self, exchange: Exchange) -> Iterator[None]:
         """Makes layers write keys at these places, without counting them."""
-        before = self.answer.phase
         self.exchange = exchange
-        self.answer.phase = self
-        try:
+        with instead(self, "phase", self.answer):
             yield
-        finally:
-            self.answer.phase = before
 
     def take(self, layer: ShardedLayer, keys: Tensor, values: Tensor) -> None:
         """Writes the token's key at its place."""

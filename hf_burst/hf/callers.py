@@ -10,7 +10,7 @@ from collections.abc import Callable
 from traceback import walk_stack
 from typing import Any
 
-_MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
+MAKING = ("create_accelerator_and_postprocess",)  # the Trainer method that makes its accelerator
 ROUNDS = ("_run_epoch", "evaluation_loop")  # Trainer methods around its steps
 # trainer attributes that are given logits in evaluation
 _METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
@@ -20,11 +20,6 @@ def within_compiled() -> bool:
     """Returns whether torch.compile runs the caller, whatever was compiled."""
     names = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe()))
     return "compile_wrapper" in names  # of torch._dynamo
-
-
-def trainer_being_made() -> Any | None:
-    """Returns the `Trainer` that is making its accelerator, or `None`."""
-    return trainer_among(_MAKING)[0]
 
 
 def trainer_among(methods: tuple[str, ...]) -> tuple[Any | None, tuple[str, ...]]:

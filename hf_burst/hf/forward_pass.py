@@ -20,7 +20,7 @@ Each value is frozen: only the stage that makes it writes it. Parts add to the c
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig, Memory
 from ..layers.loss import IGNORE_INDEX
 from ..plan.recurrence import Way
-from ..ranks.group import ContextGroup
+from ..ranks.group import Agreement, ContextGroup
 from ..ranks.layout import SequenceLayout
 from .batches.documents import cache_of
 from .callers import ROUNDS, trainer_among
@@ -43,22 +43,6 @@ from .sharded_cache import ShardedCache
 from .spread.value import Spread
 from .spread.where import Where
 from .view import ModelView, device_of
-
-
-@dataclass
-class Agreement:
-    """What must be equal on all ranks that share the batch, see `ContextGroup.agree`."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    checksums: dict[str, Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
-    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
-    seed: int = 0  # of dropout; the first rank's counts
-
-    def add(self, name: str, value: Any, advice: str = "") -> None:
-        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
-        (self.checksums if isinstance(value, Tensor) else self.facts)[name] = value
-        if advice:
-            self.advice[name] = advice
 
 
 class Question(NamedTuple):

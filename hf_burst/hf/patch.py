@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig, Memory
 from ..errors import ConfigError, UnsupportedModelError
 from ..kernels.tuning import tune_in_parallel
-from ..ranks.group import ContextGroup
+from ..layers.surroundings import instead
+from ..ranks.group import Agreement, ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
 from .admission import check_adapters, served_by
@@ -26,7 +27,7 @@ from .batches.documents import cache_of
 from .batches.sharded import is_sharded
 from .callers import is_within, within_compiled
 from .context import PASS_KEY, LayerContext, begin_pass, current, end_pass
-from .forward_pass import LOSS, Agreement, Batch, Call, ForwardPass, Question
+from .forward_pass import LOSS, Batch, Call, ForwardPass, Question
 from .groups import PATCH, check_processes_met, resolve_group
 from .models.cut_point import reader_of
 from .models.layer_sizes import recurrent_sizes
@@ -283,11 +284,8 @@ class _Patch:
 
     def ask(self, question: Question, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Returns the outputs of a pass that answers a question; `model` is the patched one, with its wrappers."""
-        self.asked = question
-        try:
+        with instead(question, "asked", self):
             return model(**inputs)
-        finally:
-            self.asked = LOSS
 
     def _call(self, module: PreTrainedModel, given: Mapping[str, Any], error: Exception | None) -> Call:
         """Returns what is asked of a pass. All ranks meet here if none has asked for hosts yet."""
@@ -316,7 +314,7 @@ class _Patch:
             if call.view is not self.view:
                 self.look(call.view)
             if call.group.size > 1:  # all ranks meet here for the first time, so before any can fail
-                resources_of(call.group).topology(call.device)
+                resources_of(call.group).ranks_per_host(call.device)
             check_processes_met()
             for part in self.parts:
                 part.admit(call)

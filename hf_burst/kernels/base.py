@@ -129,6 +129,12 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
     delta: Tensor | None
 
+    @property
+    def with_out(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`dout`, q, k, v and `out`, for kernels whose capabilities say `wants_out`."""
+        assert self.out is not None, "the capabilities say wants_out"
+        return self.dout, self.q, self.k, self.v, self.out
+
     def of_heads(self, heads: slice, kv_heads: slice) -> "BackwardInputs":
         """Views of some query heads and their key heads."""
         return self._select((slice(None), slice(None), heads), (slice(None), slice(None), kv_heads))

@@ -44,7 +44,7 @@ class CpuFlashKernel(PiecewiseKernel):
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
     ) -> Outputs:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = self.library._scaled_dot_product_flash_attention_for_cpu(
             *map(_heads_first, (q, k, v)), **_keywords(piece, q, scores)
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
@@ -52,10 +52,8 @@ class CpuFlashKernel(PiecewiseKernel):
     def backward_piece(
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
-        assert inputs.out is not None, "the capabilities say wants_out"
-        tensors = map(_heads_first, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, inputs.lse.transpose(1, 2), **_keywords(piece, inputs.q, scores)
+        dq, dk, dv = self.library._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(_heads_first, inputs.with_out), inputs.lse.transpose(1, 2), **_keywords(piece, inputs.q, scores)
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

@@ -7,9 +7,6 @@ variable length were not tried, nor the kernels for other GPUs.
 """
 
 from dataclasses import replace
-from functools import cached_property
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
@@ -38,11 +35,6 @@ class FfpaKernel(SquareKernel):
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         return gpu_refusal((9, 0), (10, 0)) or package_refusal("ffpa-attn", self.module, _SIGNATURES)
 
-    @cached_property
-    def library(self) -> Any:
-        """The module that is called; its import takes seconds."""
-        return import_module(self.module)
-
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()
     ) -> Outputs:
@@ -68,8 +60,7 @@ class FfpaKernel(SquareKernel):
     def backward_piece(
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
-        assert inputs.out is not None, "the capabilities say wants_out"
-        dout, q, k, v, out = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        dout, q, k, v, out = map(aligned, inputs.with_out)
         lse, causal = inputs.lse.transpose(1, 2), piece.band != Band()
         gradients = gradient_buffers(inputs, buffers)
         return self.library._ffpa_attn_backward_sm90(

@@ -6,8 +6,7 @@ from the bottom right corner, and a log-sum-exp of `(B, H, S)` or `(H, T)`, whic
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from importlib import import_module
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -35,21 +34,7 @@ FLASH = Capabilities(
 
 
 class FlashKernel(PiecewiseKernel):
-    """The common part of all libraries. Subclasses launch a call, and cut pieces that its windows do not express.
-
-    Args:
-        deterministic (`bool`, defaults to `False`): Whether `backward` gives the same bits each time, at some cost.
-    """
-
-    module = ""  # of the library; empty for the kernels inside torch
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
-
-    @cached_property
-    def library(self) -> Any:
-        """The module that is called. It is imported on first use, which takes seconds for some."""
-        return import_module(self.module) if self.module else torch.ops.aten
+    """The common part of all libraries. Subclasses launch a call, and cut pieces that its windows do not express."""
 
     def cut(self, piece: Piece) -> Iterator[Piece]:
         """The pieces, a call each, of a tile without segments."""

@@ -66,12 +66,11 @@ class TorchFlashKernel(FlashKernel):
     def launch_backward(
         self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
-        assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
         with _deterministic_algorithms(self.deterministic):
             dq, dk, dv = self.library._flash_attention_backward(
-                *map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)),
+                *map(aligned, inputs.with_out),
                 inputs.lse.contiguous(),  # the library takes no strides for it
                 *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=inputs.q.device)),
                 **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
@@ -101,13 +100,13 @@ class FlashAttn2Kernel(TorchFlashKernel):
     def launch_backward(
         self, inputs: BackwardInputs, call: Piece, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
-        assert inputs.out is not None, "the capabilities say wants_out"
         library = self.library
         function = library._flash_attn_varlen_backward if call.packed else library._flash_attn_backward
         gradients = gradient_buffers(inputs, buffers)
         keywords = {**_UNUSED, **library_keywords(call, scores), **gradients, "deterministic": self.deterministic}
-        tensors = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
-        function(*tensors, inputs.lse.contiguous(), **keywords)  # the library takes no strides for lse
+        function(
+            *map(aligned, inputs.with_out), inputs.lse.contiguous(), **keywords
+        )  # the library takes no strides for lse
         return gradients["dq"], gradients["dk"], gradients["dv"]
 
 

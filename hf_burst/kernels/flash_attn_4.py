@@ -62,7 +62,7 @@ class FlashAttn4Kernel(FlashKernel):
 
     @cached_property
     def library(self) -> Any:
-        """See [`FlashKernel.library`]; ignores a warning of its compiler, a page for each kernel."""
+        """See [`PiecewiseKernel.library`]; ignores a warning of its compiler, a page for each kernel."""
         warnings.filterwarnings("ignore", _COMPILER_WARNING, UserWarning)
         return import_module(self.module)
 

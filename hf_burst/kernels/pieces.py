@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +47,23 @@ class Piece:
 
 
 class PiecewiseKernel:
-    """A [`Kernel`] that computes a tile piece by piece. Subclasses cut the tile and compute a piece."""
+    """A [`Kernel`] that computes a tile piece by piece. Subclasses cut the tile and compute a piece.
+
+    Args:
+        deterministic (`bool`, defaults to `False`): Whether `backward` gives the same bits each time, at some cost, if
+            the capabilities say that it can.
+    """
 
     capabilities: Capabilities
+    module = ""  # of the library; empty for the kernels inside torch
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    @cached_property
+    def library(self) -> Any:
+        """The module that is called. It is imported on first use, which takes seconds for some."""
+        return import_module(self.module) if self.module else torch.ops.aten
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[Piece]:
         """Cuts the tile of these queries and keys. No row is in two pieces; rows in no piece see nothing."""

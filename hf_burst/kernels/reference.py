@@ -69,14 +69,15 @@ class ReferenceKernel(PiecewiseKernel):
 
 def admitted(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:
     """The mask of a tile: `torch.BoolTensor` of shape `(rows, columns)`, `True` where a row sees a column."""
-    row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)[None]
+    row, column = (torch.arange(size, dtype=torch.int32, device=device) for size in (rows, columns))
+    row = row[:, None]
     mask = torch.ones(rows, columns, dtype=torch.bool, device=device)
     if band.low is not None:
         mask &= row - column >= band.low
     if band.high is not None:
         mask &= row - column <= band.high
     if band.documents:
-        ends = from_host(band.documents[1:], torch.int64, device)
+        ends = from_host(band.documents[1:], torch.int32, device)
         mask &= torch.bucketize(row, ends, right=True) == torch.bucketize(column, ends, right=True)
     return mask
 

@@ -10,8 +10,6 @@ On Hopper the backward pass of a whole tile counts 64 keys that are not there, i
 (pytorch/pytorch#196678). Rows of small log-sum-exp then have NaN for gradients. So such tiles are cut.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,6 @@ _BLOCK = 128  # keys of a block on Hopper
 class TorchCudnnKernel(SquareKernel):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward."""
 
-    library: Any = torch.ops.aten
     reference = ReferenceKernel()
 
     capabilities = Capabilities(
@@ -66,16 +63,14 @@ class TorchCudnnKernel(SquareKernel):
     def backward_piece(
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
-        dout, q, k, v, out, lse, _ = inputs
-        assert out is not None, "the capabilities say wants_out"
         if min(piece.height, piece.width) == 1:
             return self.reference.backward(inputs, piece.band, scores)
         if piece.band == Band() and piece.width % _BLOCK == _BLOCK // 2:
             return self._backward_by_columns(inputs, piece, scores)
-        causal, no_dropout = piece.band == Band(low=0), torch.empty((), dtype=torch.long, device=q.device)
+        causal, no_dropout = piece.band == Band(low=0), torch.empty((), dtype=torch.long, device=inputs.q.device)
         gradients = self.library._scaled_dot_product_cudnn_attention_backward(
-            *map(_heads_first, (dout, q, k, v, out)),
-            lse.transpose(1, 2).contiguous().unsqueeze(-1),
+            *map(_heads_first, inputs.with_out),
+            inputs.lse.transpose(1, 2).contiguous().unsqueeze(-1),
             *(no_dropout, no_dropout, None, None, None, piece.height, piece.width, 0.0, causal),
             scale=scores.scale,
         )

@@ -9,17 +9,18 @@ backward pass takes for granted that `out` is contiguous.
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..plan import Band
-from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
-from .flash import aligned
+from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
+from .flash import FLASH, aligned
 from .library import gpu_refusal
 from .pieces import Piece, PiecewiseKernel, blocks, causal_pieces, crop, documents
+from .reference import admitted
 
 _WHOLE, _CAUSAL = 0, 2  # no mask of its own; causal, counted from the bottom right corner
 _LSE_ROWS = 32  # a log-sum-exp is padded to a multiple of it
@@ -29,28 +30,9 @@ _MASK_SIZE = 1 << 24  # pairs of a block that is computed with a mask
 
 
 class TorchEfficientKernel(PiecewiseKernel):
-    """`aten::_efficient_attention_forward` and `aten::_efficient_attention_backward`.
+    """`aten::_efficient_attention_forward` and `aten::_efficient_attention_backward`."""
 
-    Args:
-        deterministic (`bool`, defaults to `False`): Whether `backward` gives the same bits each time, at some cost.
-    """
-
-    capabilities = Capabilities(
-        name="torch_efficient",
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        most_head_dim=1 << 16,
-        head_multiple=8,
-        own_value_dim=True,
-        wants_out=True,
-        derives_delta=True,
-        deterministic=True,
-    )
-
-    library: Any = torch.ops.aten
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
+    capabilities = replace(FLASH, name="torch_efficient", most_head_dim=1 << 16, own_value_dim=True, softcap=False)
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         return gpu_refusal((8, 0))
@@ -83,8 +65,7 @@ class TorchEfficientKernel(PiecewiseKernel):
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers = ()
     ) -> Gradients:
         """See [`PiecewiseKernel.backward_piece`]; gradients of keys and values are in fp32."""
-        assert inputs.out is not None, "the capabilities say wants_out"
-        dout, q, k, v, out = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        dout, q, k, v, out = map(aligned, inputs.with_out)
         lse = functional.pad(inputs.lse.transpose(1, 2), (0, -piece.height % _LSE_ROWS), value=math.inf)
         dq, dk, dv = q.new_empty(q.shape), *(k.new_empty(t.shape, dtype=torch.float32) for t in (k, v))
         no_dropout = torch.empty((), dtype=torch.long, device=q.device)
@@ -133,11 +114,6 @@ def _mask(piece: Piece, q: Tensor, k: Tensor) -> tuple[Tensor | None, int]:
     if piece.band.high is None:
         return None, _WHOLE if piece.band.low is None else _CAUSAL
     height, width = piece.height, piece.width
-    rows, columns = (torch.arange(size, dtype=torch.int32, device=q.device) for size in (height, width))
-    distance = rows[:, None] - columns
-    hidden = distance > piece.band.high
-    if piece.band.low is not None:
-        hidden |= distance < piece.band.low
     mask = q.new_zeros(height, width + -width % _MASK_COLUMNS)
-    mask[:, :width].masked_fill_(hidden, -math.inf)
+    mask[:, :width].masked_fill_(~admitted(piece.band, height, width, q.device), -math.inf)
     return mask[:, :width].expand(k.shape[2], q.shape[2] // k.shape[2], -1, -1), _WHOLE

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..numerics import accumulation_dtype, refuse_second_derivative
+from .graph import Kept
 
 
 def adapted_linear(
@@ -60,7 +61,9 @@ def adapted_linear(
     )
     if not learn:
         return _product(tensor, base, inner, up.to(dtype), scaling)
-    saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
+    factors = (factor.detach().to(dtype) for factor in (down, up))
+    given = tensor if dropped is None else dropped, inner, *factors, frozen if state is None else weight.detach()
+    saved, *_ = Kept.apply(given, tensor, down, up, *(() if dropped is None else (dropped,)))
     call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
     return _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
 
@@ -114,25 +117,8 @@ class _Call(NamedTuple):
     skipped: bool
 
 
-class _Saved(torch.autograd.Function):
-    """Saves the backward pass's tensors before the product is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, dropped: Tensor | None, down: Tensor, up: Tensor, inner: Tensor, weight: Tensor
-    ) -> Tensor:
-        given = tensor if dropped is None else dropped
-        ctx.save_for_backward(given, inner, down.to(given.dtype), up.to(given.dtype), weight)
-        ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradient, None, None, None, None, None
-
-
 class _AdaptedLinear(torch.autograd.Function):
-    """The product of the factors saved by a [`_Saved`] node."""
+    """The product of the factors saved by a [`Kept`] node."""
 
     @staticmethod
     def forward(

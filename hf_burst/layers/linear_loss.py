@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .by_parts import gradients_by_parts
-from .graph import leaves_of
+from .graph import nodes_behind
 from .loss import IGNORE_INDEX, token_loss_sum
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ def rows_at_a_time(vocabulary: int, tensors: int = 1) -> int:
 
 def learned_by(score: Score, hidden: Tensor) -> list[Tensor]:
     """Returns the leaves of the autograd graph of a score."""
-    return leaves_of(score(hidden.detach().flatten(0, -2)[None, :1]))
+    scores = score(hidden.detach().flatten(0, -2)[None, :1])
+    return [node.variable for node in nodes_behind(scores) if hasattr(node, "variable")]
 
 
 class _LinearLoss(torch.autograd.Function):

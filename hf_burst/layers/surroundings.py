@@ -1,12 +1,26 @@
-"""What a later run finds as it was: random numbers and modes."""
+"""What a later run finds as it was: random numbers, modes and attributes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+@contextmanager
+def instead(value: Any, name: str, *holders: Any) -> Iterator[None]:
+    """Gives objects another value of an attribute, and their own ones back afterwards."""
+    own = [getattr(holder, name) for holder in holders]
+    try:
+        for holder in holders:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, before in zip(holders, own, strict=True):
+            setattr(holder, name, before)
 
 
 def draws_as_now(*tensors: Tensor) -> Callable[[], AbstractContextManager[None]]:

@@ -6,7 +6,6 @@ recomputes each tile, differentiates it with torch's autograd, and sums gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import KernelError
 from ..numerics import accumulation_dtype, refuse_second_derivative
 from .adapted_linear import adapted_linear
-from .graph import leaves_behind, new_node
-from .surroundings import draws_as_now, function_modes_as_now
+from .graph import Kept, leaves_behind, new_node
+from .surroundings import draws_as_now, function_modes_as_now, instead
 
 Forward = Callable[..., Tensor]
 
@@ -49,8 +48,8 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     if not torch.is_grad_enabled():
         return call.compute(inputs)
     anchor = torch.empty(0, requires_grad=True)  # gives the inputs a graph node even if they need no gradient
-    kept = _Keep.apply(anchor, *inputs)
-    call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
+    begun, *kept = Kept.apply(inputs, anchor, *inputs)
+    call.kept = begun.grad_fn
     kind = inputs[0].device.type
     call.modes = function_modes_as_now()
     call.cast, call.draws = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind)), draws_as_now(*inputs)
@@ -60,23 +59,8 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     return _Tiled.apply(call, output, *kept, *call.leaves.values())
 
 
-class _Keep(torch.autograd.Function):
-    """Saves the inputs before the module runs, so that a checkpoint can stop recomputing here."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(tensor for tensor in inputs if not tensor.is_floating_point()))
-        return tuple(tensor.view_as(tensor) for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradients
-
-
 class _Tiled(torch.autograd.Function):
-    """The output as a function of the inputs saved by a [`_Keep`] node and of all leaves."""
+    """The output as a function of the inputs saved by a [`Kept`] node and of all leaves."""
 
     @staticmethod
     def forward(ctx: Any, call: "_Call", output: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -237,7 +221,8 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
     wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
     gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
     if run.out.requires_grad:
-        with _without_hooks(run.leaves.values()):
+        # their hooks see the whole gradient later, not each tile's
+        with instead(None, "_backward_hooks", *run.leaves.values()):
             gradients = iter(torch.autograd.grad(run.out, wanted, dout, allow_unused=True))
     for part in parts:
         if part is not None:
@@ -246,16 +231,3 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
     for key, found in zip(run.leaves, gradients, strict=True):
         if found is not None:  # a copy, as autograd may return one tensor for several leaves
             sums[key] = sums[key].add_(found) if key in sums else found.to(accumulation_dtype(found.dtype), copy=True)
-
-
-@contextmanager
-def _without_hooks(leaves: Any) -> Iterator[None]:
-    """Disables the leaves' hooks, which see the whole gradient later, not each tile's."""
-    hooks: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
-    for leaf, _ in hooks:
-        leaf._backward_hooks = None
-    try:
-        yield
-    finally:
-        for leaf, own in hooks:
-            leaf._backward_hooks = own

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from .mask import Mask
-from .sharding import Sharding
+from .sharding import Batch, Sharding
 
 Rows = tuple[tuple[int, int], ...]  # [start, stop) of some things, one after the other
 LocalSpan = tuple[int, int, int]  # a row of the batch, and rows [start, stop) of a shard
@@ -45,7 +45,7 @@ class LaterKeys:
 
 
 @lru_cache(maxsize=64)
-def later_keys(blocks: tuple[Rows, ...], documents: tuple[tuple[int, ...], ...], sharding: Sharding) -> LaterKeys:
+def later_keys(blocks: tuple[Rows, ...], documents: Batch, sharding: Sharding) -> LaterKeys:
     """The [`LaterKeys`] of a batch.
 
     Args:

@@ -9,13 +9,11 @@ from ..config import Chunking
 from .balance import assign
 from .mask import Mask, MaskPattern
 from .recurrence import RecurrentSize
-from .sharding import Sharding, cut, pattern
+from .sharding import Batch, Sharding, cut, pattern
 from .work import pairs_of_chunks
 
 _BUNDLES = 8  # parts of a rank's tokens, up to which short documents are dealt out together
 _MAX_RUNS = 24  # of a rank
-
-Batch = tuple[tuple[int, ...], ...]  # cumulative boundaries of the documents of each row
 
 
 def sharding_for(

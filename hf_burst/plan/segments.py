@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from .sharding import Sharding
+from .sharding import Batch, Sharding
 
 _Made = TypeVar("_Made")
 
@@ -52,12 +52,7 @@ class Segments:
             [`hf_burst.plan.Mask`].
     """
 
-    def __init__(
-        self,
-        sharding: Sharding,
-        documents: tuple[tuple[int, ...], ...],
-        parents: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
+    def __init__(self, sharding: Sharding, documents: Batch, parents: Batch = ()) -> None:
         self.sharding, self.documents, self.parents = sharding, documents, parents
         self._made: dict[tuple[Any, ...], Any] = {}
 
@@ -133,6 +128,6 @@ class Segments:
         return segments
 
     @cached_property
-    def _edges(self) -> tuple[tuple[int, ...], ...]:
+    def _edges(self) -> Batch:
         """Where the documents of each row start, and where the last one ends."""
         return tuple(tuple(sorted({0, *bounds})) for bounds in self.documents)

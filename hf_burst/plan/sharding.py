@@ -8,6 +8,8 @@ from typing import Literal
 
 from ..errors import ShardingError
 
+Batch = tuple[tuple[int, ...], ...]  # cumulative boundaries of the documents of each row
+
 
 @dataclass(frozen=True, order=True)
 class Run:

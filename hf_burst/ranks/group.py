@@ -8,7 +8,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -42,6 +42,22 @@ def group_by_name(name: str) -> dist.ProcessGroup:
             f"torch.distributed has no process group {name!r} (any more). Make the mesh anew, and pass it anew: "
             "unpatch_model(model), then patch_model(model, group=mesh)."
         ) from problem
+
+
+@dataclass
+class Agreement:
+    """What must be equal on all ranks that share the batch, see [`ContextGroup.agree`]."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    checksums: dict[str, Tensor] = field(default_factory=dict)  # scalars, for which nobody waits before
+    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
+    seed: int = 0  # of dropout; the first rank's counts
+
+    def add(self, name: str, value: Any, advice: str = "") -> None:
+        """Adds a fact, or a checksum if it is a tensor, and what to do if the ranks differ in it."""
+        (self.checksums if isinstance(value, Tensor) else self.facts)[name] = value
+        if advice:
+            self.advice[name] = advice
 
 
 @dataclass(frozen=True)
@@ -254,6 +270,18 @@ class ContextGroup:
         if error is not None:
             raise error
         raise _mismatch(reports, {_EXCHANGES: f"{LEFT} {START_ANEW}", **(advice or {})})
+
+    @contextmanager
+    def agreeing(self, device: torch.device, doing: str) -> Iterator[Agreement]:
+        """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end, as [`agree`]
+        does. An error or interrupt of one rank is raised on all."""
+        found = Agreement()
+        error: BaseException | None = None
+        try:
+            yield found
+        except BaseException as problem:  # the other ranks must not wait for this one
+            error = problem
+        self.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
 
     def messages(self) -> AbstractContextManager[None]:
         """Surrounds the messages of one exchange, to record a failure in the middle and name lost ranks. All ranks

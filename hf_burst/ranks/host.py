@@ -4,7 +4,6 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,6 @@ def size_from_env() -> int | None:
     if value is not None and (not value.isdecimal() or int(value) < 1):
         raise ConfigError(f"{SIZE_VARIABLE}={value!r} is not a number of ranks; set it to an integer of at least 1.")
     return None if value is None else int(value)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """A run's machines. Equal on all ranks of a group.
-
-    Args:
-        ranks_per_host (`int`, defaults to 1): Ranks of the group on one host, neighbours of each other.
-        on_gpus (`bool`, defaults to `False`): Whether the ranks compute on GPUs.
-    """
-
-    ranks_per_host: int = 1
-    on_gpus: bool = False
 
 
 def neighbours_per_host(hosts: Sequence[str]) -> int:

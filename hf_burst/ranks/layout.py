@@ -15,7 +15,7 @@ from ..config import Chunking
 from ..errors import BatchError, ShardingError, UnsupportedModelError
 from ..plan import Mask, MaskPattern, RecurrentSize, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
 from ..plan.blocks import LaterKeys, Rows, later_keys
-from ..plan.cuts import Batch
+from ..plan.sharding import Batch
 
 Blocks = tuple[Rows, ...]  # for every row of the batch, tokens [start, stop)
 

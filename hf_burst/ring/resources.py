@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..ranks.group import ContextGroup, group_by_name
-from ..ranks.host import Topology, host_id, neighbours_per_host
+from ..ranks.host import host_id, neighbours_per_host
 from .exchange import Exchange, ExchangeClock, Exchanges, PeerToPeer
 from .symmetric import Symmetric, SymmetricPool, open_pool, remembered
 
@@ -38,30 +38,30 @@ class GroupResources:
 
     @property
     def knows_hosts(self) -> bool:
-        """Whether the ranks have told each other their hosts, so that [`GroupResources.topology`] sends nothing."""
+        """Whether the ranks have told each other their hosts, so that [`ranks_per_host`] sends nothing."""
         return self.group.size == 1 or self._ranks_per_host is not None
 
-    def topology(self, device: torch.device, ranks_per_host: int | None = None) -> Topology:
-        """Where the ranks run, the same on all of them. The first call sends the name of each rank's host.
+    def ranks_per_host(self, device: torch.device, asked: int | None = None) -> int:
+        """How many neighbouring ranks run on each host. The first call sends the name of each rank's host.
 
         Args:
             device (`torch.device`): This rank's device.
-            ranks_per_host (`int`, *optional*): In place of what is found.
+            asked (`int`, *optional*): In place of what is found.
 
         Raises:
-            ConfigError: If `ranks_per_host` does not divide the group.
+            ConfigError: If `asked` does not divide the group.
         """
         if self.group.size == 1:
-            return Topology(on_gpus=device.type == "cuda")
+            return 1
         if self._ranks_per_host is None:
             hosts = self.group.gather(host_id(), device, "the names of all hosts")
             self._ranks_per_host = neighbours_per_host(hosts)
-        if ranks_per_host is not None and self.group.size % ranks_per_host:
+        if asked is not None and self.group.size % asked:
             raise ConfigError(
-                f"AttentionRequest(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that "
+                f"AttentionRequest(ranks_per_host={asked}) does not divide the {self.group.size} ranks that "
                 "share a sequence. Name a number that does, or leave it out."
             )
-        return Topology(ranks_per_host or self._ranks_per_host, device.type == "cuda")
+        return asked or self._ranks_per_host
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
         """The symmetric memory of the ranks on this rank's device, or why they have none."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 from ..config import Memory
 from ..errors import ConfigError
+from ..plan import Mask, MaskPattern
 from ..plan.layer_sizes import LayerSizes, keeping
 
 Weights = Literal["bf16", "fp32", "4bit"]
@@ -192,6 +193,10 @@ class Training(Memory):
     def bounds(self) -> tuple[int, ...]:
         """Cumulative boundaries of its documents."""
         return self.documents or (0, self.length)
+
+    def mask(self, pattern: MaskPattern) -> Mask:
+        """What queries see in a layer."""
+        return pattern.mask(self.length, self.bounds, self.parents)
 
     @property
     def tokens(self) -> int:

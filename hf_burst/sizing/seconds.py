@@ -119,8 +119,7 @@ def _by_kind(
 ) -> Iterator[tuple[float, Mask, tuple[float, float]]]:
     """How many layers there are of each kind, their mask, and the seconds of a pair in one of them."""
     for pattern, kind, count in model.attentions:
-        mask = pattern.mask(training.length, training.bounds, training.parents)
-        yield count, mask, _seconds_of_pairs(kind, training, sheet, spread)
+        yield count, training.mask(pattern), _seconds_of_pairs(kind, training, sheet, spread)
 
 
 def _seconds_of_pairs(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> tuple[float, float]:

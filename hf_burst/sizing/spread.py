@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from ..config import Schedule
 from ..plan import (
-    Mask,
     RecurrentSize,
     Segments,
     Shapes,
@@ -62,7 +61,7 @@ def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spre
     near = min(ranks, ranks_per_host)
     schedule, slices, uneven = Schedule(), 1, 0.0
     if layers:
-        masks = [pattern.mask(documents[-1], documents, parents) for pattern in layers]
+        masks = list(map(training.mask, layers))
         widest = max(masks, key=lambda mask: mask.pairs)
         schedule = choose_schedule((widest,), sharding, _shapes_of(model), ranks_per_host).schedule
         heads = model.q_heads, model.kv_heads
@@ -82,16 +81,9 @@ def _shapes_of(model: ModelSize) -> Shapes:
     return Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
 
 
-def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
-    """The layers with attention of each kind, those that see the most first: how many, and their mask."""
-    row = training.length, training.bounds, training.parents
-    masks = [(count, pattern.mask(*row)) for pattern, count in model.patterns]
-    return sorted(masks, key=lambda entry: -entry[1].pairs)
-
-
 def pairs_of(model: ModelSize, training: Training) -> float:
     """The (query, key) pairs that are admitted, added up over the layers."""
-    return sum(count * mask.pairs for count, mask in masks_of(model, training))
+    return sum(count * training.mask(pattern).pairs for pattern, count in model.patterns)
 
 
 def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[float, float, float, float]:

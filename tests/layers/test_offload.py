@@ -552,7 +552,7 @@ def test_a_host_that_is_short_is_asked_once() -> None:
     part.count, part._bytes_of_host = 4, lambda run, leaving: 80 * leaving  # type: ignore[method-assign]
     largest = mock.Mock(return_value=[-100.0])
     call = SimpleNamespace(config=SimpleNamespace(memory_settings=Memory()), largest=largest)
-    group = SimpleNamespace(rank=0, agree=lambda *given: None)
+    group = mock.MagicMock(rank=0)
     run: Any = SimpleNamespace(memory=Memory(activation_offloading=1.0), call=call, group=group, device=device)
     for _ in range(2):
         part._prepare_host(run)

@@ -9,7 +9,7 @@ import torch
 
 from hf_burst.errors import ConfigError
 from hf_burst.ranks.group import ContextGroup
-from hf_burst.ranks.host import Topology, host_id, misplaced, neighbours_per_host
+from hf_burst.ranks.host import host_id, misplaced, neighbours_per_host
 from hf_burst.ring.resources import resources_of
 from tests.support.ranks import RankPool
 from tests.support.shared_memory import forget_resources
@@ -27,16 +27,16 @@ def test_ranks_on_one_host_are_neighbours() -> None:
     assert neighbours_per_host("aab") == 1
 
 
-def topologies(rank: int, size: int, hosts: str) -> tuple[list[Topology], list[bool], int]:
+def topologies(rank: int, size: int, hosts: str) -> tuple[list[int], list[bool], int]:
     """What a rank knows at first, again, and with another number of ranks a host; how often it asked for its host."""
     group = ContextGroup.from_mesh(None)
     forget_resources(group)
     resources = resources_of(group)
     known = [resources.knows_hosts]
     with mock.patch("hf_burst.ring.resources.host_id", return_value=hosts[rank]) as asked:
-        found = [resources.topology(CPU), resources.topology(CPU), resources.topology(CPU, 1)]
+        found = [resources.ranks_per_host(CPU, asked) for asked in (None, None, 1)]
         with pytest.raises(ConfigError, match=rf"ranks_per_host=3\) does not divide the {size} ranks"):
-            resources.topology(CPU, 3)
+            resources.ranks_per_host(CPU, 3)
     known.append(resources.knows_hosts)
     forget_resources(group)
     return found, [*known, resources_of(group).knows_hosts], asked.call_count
@@ -45,7 +45,7 @@ def topologies(rank: int, size: int, hosts: str) -> tuple[list[Topology], list[b
 @pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abab", 1), ("aaab", 1)])
 def test_ranks_agree_on_their_hosts_once(ranks: Ranks, hosts: str, per_host: int) -> None:
     for found, known, asked in ranks(4).run(topologies, hosts):
-        assert found == [Topology(per_host), Topology(per_host), Topology(1)]
+        assert found == [per_host, per_host, 1]
         assert known == [False, True, False], "forgotten with the group"
         assert asked == 1
 
@@ -53,12 +53,7 @@ def test_ranks_agree_on_their_hosts_once(ranks: Ranks, hosts: str, per_host: int
 def test_one_process_asks_nobody() -> None:
     resources = resources_of(ContextGroup())
     assert resources.knows_hosts
-    assert resources.topology(CPU) == Topology()
-
-
-def test_a_topology_knows_gpus() -> None:
-    assert resources_of(ContextGroup()).topology(torch.device("cuda", 0)).on_gpus
-    assert not Topology(8).on_gpus
+    assert resources.ranks_per_host(CPU) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hf_burst.sizing.memory import estimate_memory
 from hf_burst.sizing.model import Training
 from hf_burst.sizing.prompts import longest_prompt, memory_of_prompt
 from hf_burst.sizing.seconds import estimate_seconds, step_flops
-from hf_burst.sizing.spread import masks_of
 from hf_burst.sizing.towers import encoded
 
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
@@ -34,7 +33,8 @@ def causal(tokens: int) -> float:
 
 def test_each_ending_sees_the_beginning_and_itself() -> None:
     pairs = causal(BEGINNING) + sum(BEGINNING * ending + causal(ending) for ending in ENDINGS)
-    ((count, mask),) = masks_of(LLAMA, PAIR)
+    ((pattern, count),) = LLAMA.patterns
+    mask = PAIR.mask(pattern)
     assert (count, mask.pairs) == (32, pairs)
     seconds = estimate_seconds(LLAMA, PAIR, SHEET)
     assert seconds.attention == pytest.approx(32 * pairs * 4 * 4096 / 989e12 * (1 / 0.66 + 2.5 / 0.61))
@@ -49,7 +49,8 @@ def test_each_ending_sees_the_beginning_and_itself() -> None:
 def test_a_reference_is_a_forward_pass(lora: int) -> None:
     training = replace(PAIR, lora=lora, reference=True)
     alone, asked = (estimate_seconds(LLAMA, each, SHEET) for each in (replace(training, reference=False), training))
-    ((count, mask),) = masks_of(LLAMA, training)
+    ((pattern, count),) = LLAMA.patterns
+    mask = training.mask(pattern)
     attention = count * mask.pairs * 4 * 4096 / 989e12 / 0.66
     read = 20 * 4096 + 4 * (4096 + 1024) + 6 * 14336
     elementwise = 32 * training.length * read / 4.8e12 / 0.83

@@ -42,7 +42,6 @@ from transformers import (
 
 import hf_burst
 from hf_burst.check.tiny import prepare
-from hf_burst.ranks.host import Topology
 from hf_burst.ring.resources import GroupResources
 from tests.support.tiny_models import OVERRIDES, tiny_config
 
@@ -210,12 +209,12 @@ def config_of(**settings: Any) -> hf_burst.BurstConfig:
 @contextmanager
 def hosts_of(ranks: int | None) -> Iterator[None]:
     """As if the ranks were on hosts with this many of them each; `None` for those that they are on."""
-    found = GroupResources.topology
+    found = GroupResources.ranks_per_host
 
-    def topology(resources: GroupResources, device: torch.device, per_host: int | None = None) -> Topology:
-        return found(resources, device, per_host or ranks)
+    def per_host_of(resources: GroupResources, device: torch.device, asked: int | None = None) -> int:
+        return found(resources, device, asked or ranks)
 
-    with mock.patch.object(GroupResources, "topology", topology):
+    with mock.patch.object(GroupResources, "ranks_per_host", per_host_of):
         yield
 
 

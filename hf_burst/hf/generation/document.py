@@ -24,7 +24,7 @@ from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from ..view import ModelView, device_of
-from .settings import adapted_modules, adapters_at_work, agreed, cache_key, check, idle_weights, patched
+from .settings import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _HELD = ("keys", "values", "positions")
@@ -84,7 +84,7 @@ class Document:
             ConfigError: Names the difference.
             RankMismatchError: If another rank finds a difference.
         """
-        with agreed(group, device_of(model), "a comparison of weights with a document"):
+        with group.agreeing(device_of(model), "a comparison of weights with a document"):
             for difference in self._differences(about(model), group):
                 raise ConfigError(f"{difference} {_REMEMBER_ANEW}")
 
@@ -119,7 +119,7 @@ class Document:
         folder = Path(folder)
         rank = self.group.rank
         device = self.input_ids.device
-        with agreed(self.group, device, "saving a document"):
+        with self.group.agreeing(device, "saving a document"):
             held = {
                 f"{number}.{name}": getattr(keys, name).clone()  # layers share positions
                 for number, keys in enumerate(self.layers)
@@ -131,7 +131,7 @@ class Document:
             save_file(held, folder / _file(rank, self.group.size))
             if rank == 0:
                 save_file({"input_ids": self.input_ids, "logits": self.logits}, folder / _DOCUMENT)
-        with agreed(self.group, device, "saving a document"):
+        with self.group.agreeing(device, "saving a document"):
             if rank == 0:
                 (folder / _ABOUT).write_text(json.dumps({**self.about, "ranks": self.group.size}))
 
@@ -148,7 +148,7 @@ class Document:
         """
         base, group = patched(model)
         device = device_of(base)
-        with agreed(group, device, "loading a document") as found:
+        with group.agreeing(device, "loading a document") as found:
             found.facts["folder"] = str(folder)
             document = cls._read(group, Path(folder), device)
         document.check(base, group)
@@ -203,7 +203,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
     """
     base, group = patched(model)
     device = device_of(base)
-    with agreed(group, device, "remember") as found:
+    with group.agreeing(device, "remember") as found:
         check(base, {"input_ids": input_ids, "use_cache": True})
         if batch_shape({"input_ids": input_ids})[0] != 1:
             raise BatchError(f"{len(input_ids)} documents were given. Remember each by itself.")

@@ -21,7 +21,6 @@ from .document import Document, with_document
 from .each_token import EachToken, OwnStreamer
 from .settings import (
     OF_OTHER_CACHES,
-    agreed,
     cache_key,
     check,
     copies_of,
@@ -141,7 +140,7 @@ def _agree(
 ) -> dict[str, Tensor]:
     """Checks this rank's arguments, with `inputs` among them, and compares them with other ranks. Returns questions
     with their document, and their mask; nothing without a document."""
-    with agreed(group, device_of(model), "generate") as found:
+    with group.agreeing(device_of(model), "generate") as found:
         if inputs is not None and kwargs.get("input_ids") is not None:
             raise BatchError("The prompt was given twice, as inputs and as input_ids. Leave one of them out.")
         kwargs |= {} if inputs is None else {"input_ids": inputs}

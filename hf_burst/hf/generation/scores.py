@@ -20,7 +20,7 @@ from ..parts.tokens import check_ranges
 from ..spread.value import Spread
 from ..view import device_of, is_partitioned, is_sharded_head
 from .document import Document, with_document
-from .settings import agreed, cache_key, check, evaluating, patched
+from .settings import cache_key, check, evaluating, patched
 
 # vocabulary-sized tensors per token that a divergence needs at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -176,7 +176,7 @@ def _divergences(
 
 def _weighted(losses: Tensor, weights: Tensor, group: ContextGroup) -> Tensor:
     """Returns losses times weights, which must be the same on all ranks."""
-    with agreed(group, losses.device, "token_losses with weights") as found:
+    with group.agreeing(losses.device, "token_losses with weights") as found:
         check_shape("The tensor of weights", weights, tuple(losses.shape), ", one for every label of the whole batch")
         if not weights.is_floating_point() or not weights.isfinite().all():
             raise BatchError(f"The weights of tokens ({weights.dtype}) are not finite floating-point numbers.")
@@ -188,7 +188,7 @@ def _weighted(losses: Tensor, weights: Tensor, group: ContextGroup) -> Tensor:
 def _behind(model: nn.Module, batch: Mapping[str, Any], facts: dict[str, Any], document: Document) -> Tensor:
     base, group = patched(model)
     ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))  # type: Any, Any, Any
-    with agreed(group, device_of(base), "token_losses behind a document") as found:
+    with group.agreeing(device_of(base), "token_losses behind a document") as found:
         found.facts |= {"document": document.number, **facts}
         if others := sorted(set(batch) - {"input_ids", "attention_mask", "labels"}):
             raise BatchError(f"Behind a document a batch is input_ids and labels; leave out {', '.join(others)}.")

@@ -3,7 +3,7 @@
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...errors import BatchError, BurstError, ConfigError, UnsupportedModelError
+from ...layers.surroundings import instead
 from ...ranks.group import ContextGroup
 from ..batches.documents import CACHE_KEYS, batch_shape
-from ..forward_pass import Agreement
 from ..groups import PATCH, resolve_group
 from ..models.recurrent import functions_of, recurrent_modules
 from ..parts.expert_ranks import check_same_passes
@@ -50,19 +50,6 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     if found is None:
         raise ConfigError("This takes a patched model. Call hf_burst.patch_model(model) first.")
     return found, resolve_group(getattr(found, PATCH).group)
-
-
-@contextmanager
-def agreed(group: ContextGroup, device: torch.device, doing: str) -> Iterator[Agreement]:
-    """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end. An error or
-    interrupt of one rank is raised on all."""
-    found = Agreement()
-    error: BaseException | None = None
-    try:
-        yield found
-    except BaseException as problem:  # the other ranks must not wait for this one
-        error = problem
-    group.agree(found.facts, error, device, 0, found.checksums, found.advice, doing)
 
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -188,18 +175,10 @@ def with_settings(kwargs: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     return {**kwargs, "generation_config": GenerationConfig(**{**config.to_dict(), **settings})}
 
 
-@contextmanager
-def without_rope_deltas(model: nn.Module) -> Iterator[None]:
+def without_rope_deltas(model: nn.Module) -> AbstractContextManager[None]:
     """Removes `rope_deltas` from a model, and restores them afterwards. Transformers keeps there how far images moved
     later positions, and adds it whenever a cache is not empty."""
-    kept: list[Any] = [(module, module.rope_deltas) for module in inner_modules(model) if "rope_deltas" in vars(module)]
-    for module, _ in kept:
-        module.rope_deltas = None
-    try:
-        yield
-    finally:
-        for module, deltas in kept:
-            module.rope_deltas = deltas
+    return instead(None, "rope_deltas", *(module for module in inner_modules(model) if "rope_deltas" in vars(module)))
 
 
 def settings_of(kwargs: Mapping[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...attention.shared_keys import Exchange, exchanged
 from ...layers.dequantized import Dequantized
@@ -142,7 +142,7 @@ class Recording:
             graph.replay()
             received.copy_(exchange(own, group))
         self.last.replay()
-        return tree_map(_copied, self.output)
+        return tree_map_only(Tensor, Tensor.clone, self.output)
 
 
 class StepGraphs(Override):
@@ -200,7 +200,8 @@ class StepGraphs(Override):
             self.fixed = self.cache.fixed_step()
             if self.fixed is None:
                 self._give_up("layers do not keep the same number of keys")
-            self.inputs = tree_map(_copied, {name: value for name, value in kwargs.items() if name != _MASK})
+            own = {name: value for name, value in kwargs.items() if name != _MASK}
+            self.inputs = tree_map_only(Tensor, Tensor.clone, own)
         for name, place in self.inputs.items():
             if isinstance(place, Tensor):
                 place.copy_(kwargs[name])
@@ -280,10 +281,6 @@ def _looks(cache: ShardedCache, kwargs: Mapping[str, Any]) -> Any:
 
 def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _obstacle(model: nn.Module) -> str:

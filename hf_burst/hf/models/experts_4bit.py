@@ -7,10 +7,8 @@ nothing of it for the backward pass.
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -79,8 +77,8 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         name = type(model).__name__
-        sizes = [weight.numel() for _, module, _, weight in _weights(model) if is_experts(module, weight)]
-        most = max(sizes, default=0)
+        weights = [(get_module_from_name(model, path)[0], weight) for path, weight in model.named_parameters()]
+        most = max((weight.numel() for module, weight in weights if is_experts(module, weight)), default=0)
         ConfigError.refuse(
             (
                 most >= 2**31,
@@ -117,7 +115,8 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
         super()._process_model_after_weight_loading(model, **kwargs)
         model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # by which trainers and peft know it
         left = set()
-        for path, module, name, weight in _weights(model):
+        for path, weight in list(model.named_parameters()):
+            module, name = get_module_from_name(model, path)
             if len(getattr(getattr(weight, "quant_state", None), "shape", ())) == 3:
                 dequantize_when_read(module, name)
             elif weight.ndim == 3 and (is_experts(module, weight) or "expert" in path):
@@ -156,11 +155,3 @@ class _Quantize(Bnb4bitQuantize):
             else:
                 converted |= super().convert({path: value}, *args, **kwargs)
         return converted
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yields the weights of a model: their paths, their modules, their names in these, and themselves."""
-    for path, module in ModelView(model).named:
-        for name, weight in list(module._parameters.items()):
-            if weight is not None:
-                yield f"{path}.{name}", module, name, weight

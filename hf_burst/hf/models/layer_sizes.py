@@ -36,8 +36,8 @@ _RULES: dict[str, tuple[RuleKind, tuple[str, ...]]] = {  # by the rule that a mo
     "mamba2_chunk_scan": ("scan", ("num_heads", "ssm_state_size", "n_groups", "head_dim")),
     "mamba_selective_scan": ("selective", ("intermediate_size", "ssm_state_size")),
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner")
 
 
@@ -45,7 +45,7 @@ def layer_sizes(view: ModelView) -> LayerSizes:
     """Returns the layer sizes of the view's language model, read from its config."""
     text, layers = view.root.config.get_text_config(), view.find(attending_layers)
     first = layers[0][0] if layers else None
-    q_heads = 0 if first is None else first.num_attention_heads
+    q_heads, kv_heads = (0, 0) if first is None else heads_of(first)[:2]
     _, chosen = experts_of(text)
     names = ("moe_intermediate_size", *_INNER) if chosen else _INNER
     inner = next((value for name in names if (value := getattr(text, name, None))), 4 * text.hidden_size)
@@ -61,7 +61,7 @@ def layer_sizes(view: ModelView) -> LayerSizes:
         hidden=text.hidden_size,
         inner=chosen * (widest + text.hidden_size) if chosen else widest,
         q_heads=q_heads,
-        kv_heads=getattr(first, "num_key_value_heads", None) or q_heads,
+        kv_heads=kv_heads,
         head_dim=round(mean),
         value_dim=getattr(first, "v_head_dim", None) or round(mean),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
@@ -95,8 +95,8 @@ def head_size(layer: PreTrainedConfig) -> int:
 def experts_of(text: Any) -> tuple[int, int]:
     """Returns the number of experts per layer and of experts per token, read from a language model's config; 0 and 0
     without experts, even if the model class could have some."""
-    experts = _first(text, _EXPERTS, 0)
-    return experts, _first(text, _CHOSEN, 1) if experts else 0
+    experts = _first(text, EXPERTS, 0)
+    return experts, _first(text, CHOSEN, 1) if experts else 0
 
 
 def is_experts(module: nn.Module, weight: Tensor) -> bool:

@@ -179,12 +179,8 @@ class Checkpointing(Part):
             )
         needed = self._bytes_of_host(run, self.offloading)
         if needed > self.reserved:
-            error = None
-            try:
+            with run.group.agreeing(run.device, "a reservation of host memory"):
                 self.host.reserve(needed)
-            except Exception as problem:  # the other ranks must not wait for this one
-                error = problem
-            run.group.agree({}, error, run.device)
             self.reserved = needed
 
     def _bytes_of_host(self, run: ForwardPass, leaving: int) -> int:

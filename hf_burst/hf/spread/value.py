@@ -16,6 +16,7 @@ from ...errors import BatchError, UnsupportedModelError
 from ...layers.by_parts import token_values
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
+from ...layers.surroundings import instead
 from ..batches.sharded import sum_of_bits
 from ..overrides import Override
 from ..view import children_of, inner_modules, is_partitioned, is_sharded_head
@@ -375,11 +376,8 @@ class PutOffHead(Override):
         FSDP2 is asked to gather them. DeepSpeed gathers when the module is called, and again in the backward pass.
         """
         if is_partitioned(self.module):
-            self.instead = compute
-            try:
+            with instead(compute, "instead", self):
                 return self.module(hidden)
-            finally:
-                self.instead = None
         if not (is_sharded_head(self.module) and isinstance(self.module, FSDPModule)):
             return compute(hidden)
         self.module.unshard()

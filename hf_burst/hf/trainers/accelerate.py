@@ -25,7 +25,7 @@ from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
 from ..admission import TRAINERS, trainer_role
-from ..callers import trainer_being_made
+from ..callers import MAKING, trainer_among
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
 from ..view import find_inside, inner_modules
@@ -154,8 +154,8 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
-        self.trainer: Any = trainer_being_made()
-        trainer = self.trainer
+        trainer: Any = trainer_among(MAKING)[0]
+        self.trainer = trainer
         role = trainer_role(type(trainer))
         if accelerator.distributed_type is DistributedType.DEEPSPEED:
             if role is not None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...layers.surroundings import instead
 from ...ranks.group import ContextGroup
 from ..generation.generate import generate, same_random_numbers
 from ..generation.settings import check, copies_of, evaluating, patched, setting, with_settings
@@ -114,17 +115,10 @@ class FirstRank:
 
     def _call(self, name: str, run: Callable[[], Any]) -> Any:
         """Runs a call on all ranks, then raises any rank's error on all of them."""
-        result = None
-        error: BaseException | None = None
-        self.within = threading.get_ident()
-        try:
-            with torch.no_grad():
-                result = run()
-        except BaseException as problem:  # including KeyboardInterrupt
-            error = problem
-        self.within = None
-        self.group.agree({"call": "end"}, error, self.device, doing=name)
-        return result
+        within = instead(threading.get_ident(), "within", self)
+        with within, self.group.agreeing(self.device, name) as end, torch.no_grad():
+            end.add("call", "end")
+            return run()
 
     def _send(self, written: bytes, doing: str, error: BaseException | None = None) -> tuple[str, Any, Any]:
         """Returns the first rank's message on all other ranks. Raises on all ranks if one of them has an error."""

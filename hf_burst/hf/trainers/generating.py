@@ -106,9 +106,8 @@ class GroupTraining:
         try:
             with self.names_of_groups(), self.first.answering(self.trainer.model):
                 found = method(*args, **kwargs)
-            sums = {"advantages": sum_of_bits(found["advantages"])}
-            advice = {"advantages": _OVERRIDES}
-            self.first.group.agree({}, None, self.first.device, 0, sums, advice, "a step on completions")
+            with self.first.group.agreeing(self.first.device, "a step on completions") as compared:
+                compared.add("advantages", sum_of_bits(found["advantages"]), _OVERRIDES)
             self.groups.agree(doing="the end of a step")
         except BaseException as problem:  # including KeyboardInterrupt
             if not self.groups.parted:
