@@ -58,19 +58,6 @@ def questions(job: Job, rows: Batch) -> torch.Tensor:
     return job.model(**rows).loss
 
 
-def questions_one_by_one(job: Job, rows: Batch) -> torch.Tensor:
-    """The same, a row at a time."""
-    size, total = job.ranks.size, torch.zeros((), device=job.ranks.device)
-    items = int((rows["labels"] != -100).sum()) * size  # which every rank of a group counts
-    for index in range(len(rows["labels"])):
-        row = {name: value[index : index + 1] for name, value in rows.items()}
-        loss = job.model(**row, num_items_in_batch=items).loss * size
-        if index + 1 < len(rows["labels"]):
-            loss.backward()
-            total += loss.detach()
-    return loss + total
-
-
 def pairs(job: Job, rows: Batch) -> torch.Tensor:
     """DPO of the first half of the rows over the second one; of a single row, over its reference."""
 
@@ -89,15 +76,11 @@ def contenders(arguments: argparse.Namespace, rows: Batch) -> dict[str, Way]:
     """All contenders: with a beginning that is shared, with whole rows, and the limit."""
     compute = pairs if arguments.what == "pairs" else questions
 
-    def way(loss: Any, rows: Batch, share: bool = False) -> Way:
-        settings = {"share_prefixes": share, "memory": arguments.memory}
-        return partial(burst, settings=settings, compute=partial(loss, rows=rows))
+    def way(rows: Batch, share: bool = False) -> Way:
+        settings = {"share_prefixes": share, "memory": "auto"}
+        return partial(burst, settings=settings, compute=partial(compute, rows=rows))
 
-    made = {"shared": way(compute, rows, True), "rows": way(compute, rows)}
-    if arguments.what == "questions":
-        made["rows, one by one"] = way(questions_one_by_one, rows)
-    made["limit"] = way(compute, row_of(arguments, rows))
-    return {name: one for name, one in made.items() if name not in arguments.leave_out}
+    return {"shared": way(rows, True), "rows": way(rows), "limit": way(row_of(arguments, rows))}
 
 
 def ceilings(arguments: argparse.Namespace) -> dict[str, float]:
@@ -131,13 +114,11 @@ def summary_table(rows: list[Row]) -> str:
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=600.0)
     add_model(parser)
-    parser.set_defaults(weights="lora", gated_norms=False, compile=False)
+    parser.set_defaults(weights="lora", gated_norms=False)
     parser.add_argument("--what", choices=("questions", "pairs"), default="questions", help="SFT, or DPO")
     parser.add_argument("--beginning", type=at_least(2), default=65536, help="tokens that all rows share")
     parser.add_argument("--ending", type=at_least(1), default=1024, help="tokens of each row after them")
     parser.add_argument("--endings", type=at_least(2), default=8, help="rows; 2 for a pair")
-    parser.add_argument("--memory", choices=("auto", "manual"), default="auto", help="as in BurstConfig")
-    parser.add_argument("--leave-out", nargs="+", default=[], help="contenders that do not run")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps of every contender")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     arguments = parser.parse_args()
@@ -148,8 +129,7 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    names = ("shape", "layers", "what", "beginning", "ending", "endings", "memory", "liger")
-    ranks, result = begin(arguments, *names)
+    ranks, result = begin(arguments, "shape", "layers", "what", "beginning", "ending", "endings", "liger")
     longest = arguments.beginning + arguments.ending * arguments.endings
     job = make_job(arguments, longest, ranks)
     if arguments.what == "pairs":

@@ -7,7 +7,6 @@ train one model in turns, a step each, so that they share weights, optimizer and
 """
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -22,21 +21,12 @@ from hf_burst.cli.launch import launched
 from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
 from recipes.benchmarks.steps import measure, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
-from recipes.benchmarks.training_job import Job, add_training, make_job, random_tokens
+from recipes.benchmarks.training_job import add_training, make_job, random_tokens
 from recipes.benchmarks.training_limits import attentions_of, flops, limits, native_of, parts_of_limits
 
 KNOWN = CONTENDERS | NAMED
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-
-
-def give_back(job: Job) -> None:
-    """Gives the page-locked memory that nobody uses any more back to the host, that of hf_burst too."""
-    job.home = None
-    gc.collect()
-    if job.ranks.cuda:
-        torch.cuda.synchronize()
-        torch._C._host_emptyCache()
 
 
 def summary(
@@ -56,7 +46,7 @@ def summary(
                 "mfu": work / median / ranks / peak if peak and work else None,
                 "share_of_limit": limit and limit / median,
             }
-            if len(arguments.contenders) > 1 and not arguments.give_back:
+            if len(arguments.contenders) > 1:
                 row["host_memory_gib"] = None  # torch holds that of other contenders, too
         found.append(row)
     return found
@@ -99,8 +89,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
-    given = "page-locked memory is given back after each step, where the host has too little for all contenders"
-    parser.add_argument("--give-back", action="store_true", help=given)
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
@@ -151,11 +139,10 @@ def main() -> int:
     kernels = dict.fromkeys(native_of(kind, job.base.dtype, ranks).name for kind in kinds)
     result |= {
         "lora": lora,
-        "adapters": "hf_burst" if lora and not arguments.compile else None,  # who computes them in its rows
+        "adapters": "hf_burst" if lora else None,  # who computes them in its rows
         "four_bits": arguments.weights == "qlora",
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
-        "compiled": arguments.compile,
         "kernel": ", ".join(kernels),
         "parts_of_limits": {},
         "limits": {},
@@ -171,9 +158,8 @@ def main() -> int:
         before, work = result["results"], None if uncounted else flops(job, length, lora)
         most = dict(arguments.longest)
         ways = {name: one.way for name, one in arguments.contenders.items() if length <= most.get(name, length)}
-        between = give_back if arguments.give_back else lambda job: None
         tokens = random_tokens(length, job.base, ranks.device)
-        for rows in measure(job, ways, count, arguments.warmup, tokens, arguments.check_length, between):
+        for rows in measure(job, ways, count, arguments.warmup, tokens, arguments.check_length):
             result["results"] = [*before, *summary(rows, length, work, bounds, arguments)]
             write(arguments.out, result, ranks)
     ranks.say(json.dumps(result["parts_of_limits"]))

@@ -54,7 +54,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {**shapes.SHAPES["llama-3-8b"], **rope(5e5)},
     "llama-1b": {**shapes.SHAPES["llama-3.2-1b"], **rope(5e5)},
     "qwen3-8b": {**shapes.SHAPES["qwen3-8b"], **rope(1e6)},
-    "qwen3-14b": {**shapes.SHAPES["qwen3-14b"], **rope(1e6)},
     "gemma-4-12b": {**shapes.SHAPES["gemma-4-12b"], "model_type": "gemma4_text"},  # the type that Liger knows
     "qwen3.5-hybrid": {**HYBRID, "num_hidden_layers": 32, **rope(1e7, 0.25)},
     "tiny-hybrid": {
@@ -142,7 +141,6 @@ def add_training(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> No
     quantised = "the same of weights in 4 bits, on one GPU"
     parser.add_argument("--qlora", dest="weights", action="store_const", const="qlora", help=quantised)
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
-    parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -183,10 +181,6 @@ def make_job(arguments: argparse.Namespace, longest: int, ranks: Ranks) -> Job:
             adapter.data = adapter.data.to(base.model.norm.weight.dtype)
         base.enable_input_require_grads()
     checkpoint_layers(base)
-    if arguments.compile:
-        torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
-        for index, layer in enumerate(base.model.layers):
-            base.model.layers[index] = torch.compile(layer)
     mesh = None
     if ranks.size > 1:
         mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
