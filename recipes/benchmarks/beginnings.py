@@ -80,7 +80,8 @@ def contenders(arguments: argparse.Namespace, rows: Batch) -> dict[str, Way]:
         settings = {"share_prefixes": share, "memory": "auto"}
         return partial(burst, settings=settings, compute=partial(compute, rows=rows))
 
-    return {"shared": way(rows, True), "rows": way(rows), "limit": way(row_of(arguments, rows))}
+    made = {"shared": way(rows, True), "rows": way(rows), "limit": way(row_of(arguments, rows))}
+    return {name: one for name, one in made.items() if name not in arguments.leave_out}
 
 
 def ceilings(arguments: argparse.Namespace) -> dict[str, float]:
@@ -119,6 +120,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--beginning", type=at_least(2), default=65536, help="tokens that all rows share")
     parser.add_argument("--ending", type=at_least(1), default=1024, help="tokens of each row after them")
     parser.add_argument("--endings", type=at_least(2), default=8, help="rows; 2 for a pair")
+    parser.add_argument("--leave-out", nargs="+", default=[], help="contenders that do not run")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps of every contender")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     arguments = parser.parse_args()

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.plan import Mask
 from recipes.benchmarks.ranks import Ranks
 
@@ -41,12 +40,10 @@ def choose_native(
     Raises:
         ConfigError: If no kernel runs.
     """
-    refusals: list[str] = []
-    for name, load in _natives(ranks.device, head_dim, mask):
-        if requested not in ("auto", name):
-            continue
+    refusals, known = list[str](), dict(_natives(ranks.device, head_dim, mask))
+    for name in known if requested == "auto" else {requested} & known.keys():
 
-        def trial(load: Callable[[], AttendMasked] = load) -> AttendMasked:
+        def trial(load: Callable[[], AttendMasked] = known[name]) -> AttendMasked:
             attend = load()
             shape = (1, mask.length, 2, head_dim)
             q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
@@ -58,15 +55,10 @@ def choose_native(
         if attend is not None and failure is None:
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
-    if not refusals:
-        request = KernelRequest(ranks.device.type, dtype, head_dim, head_dim)
-        reason = dict(explain_kernels(request)).get(requested)
-        reason = reason or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
-        refusals = [f"{requested} {reason}"]
-    known = [name for name, _ in _natives(ranks.device, head_dim, mask)]
+    reason = "; ".join(refusals) or f"it is none of the limit's (--burst kernel={requested} sets hf_burst's alone)"
     raise ConfigError(
-        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
-        f"{'; '.join(refusals)}. Known here: {', '.join(known)}."
+        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: {reason}. "
+        f"Known here: {', '.join(known)}."
     )
 
 

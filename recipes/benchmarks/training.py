@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, setting, table, write
 from recipes.benchmarks.steps import measure, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
 from recipes.benchmarks.training_job import add_training, make_job, random_tokens
@@ -65,14 +65,6 @@ def summary_table(rows: list[Row]) -> str:
     return table(["tokens", "contender", "s a step", "MFU", "GiB", "of the host", "share of its limit"], cells)
 
 
-def longest(text: str) -> tuple[str, int]:
-    """Reads a contender and a length from the command line."""
-    name, _, tokens = text.rpartition("=")
-    if name not in KNOWN or not tokens.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
-    return name, int(tokens)
-
-
 def read_arguments() -> argparse.Namespace:
     """Reads the command line, and ends the process with a sentence if it cannot be used."""
     parser = options_of(__doc__)
@@ -82,7 +74,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
     burst = "one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0"
     parser.add_argument("--hf-burst", type=read_settings, action="append", default=[], help=burst)
-    parser.add_argument("--longest", type=longest, nargs="+", default=[], help="NAME=TOKENS: none of longer sequences")
+    parser.add_argument("--longest", type=setting, nargs="+", default=[], help="NAME=TOKENS: none of longer sequences")
     parser.add_argument(
         "--rounds", type=at_least(1), nargs="+", default=[5], help="timed steps; one number, or one a length"
     )
@@ -108,6 +100,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             if contender.hybrids in (None, hybrid) and contender.several in (None, size > 1)
         ]
     arguments.contenders = {name: KNOWN[name] for name in arguments.contenders} | dict(arguments.hf_burst)
+    if wrong := [name for name, most in arguments.longest if name not in KNOWN or not isinstance(most, int)]:
+        parser.error(f"--longest: {wrong[0]!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
     count, arguments.lengths = len(arguments.rounds), sorted(arguments.lengths)
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")

@@ -281,8 +281,8 @@ def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys:
         (["--burst", "schedule=burst"], "--burst schedule=burst is not taken; give --schedules burst"),
         (["--burst", "chunking=zigzag"], "--burst chunking=zigzag is not taken; give --chunkings zigzag"),
         (["--contenders", "hf_bust*", "ring"], "--contenders 'hf_bust*' 'ring' is none of 'limit', 'hf_burst auto'"),
-        (["--kernel", "reference"], "reference is none of the limit's (--burst kernel=reference sets that of"),
-        (["--kernel", "flash_attn_2"], "flash_attn_2 runs on cuda, not on cpu. Known here: cpu_flash."),
+        (["--kernel", "reference"], "it is none of the limit's (--burst kernel=reference sets hf_burst's alone)"),
+        (["--kernel", "flash_attn_2"], "No kernel for --kernel flash_attn_2 on cpu in torch.float32 with head size 16"),
         (["--out", "folder"], "--out: folder is a folder; give a file"),
         (["--out", "file/result.json"], "--out: file/result.json, where no result can be written"),
         (["--seconds", "nan"], "--seconds: 'nan' is no number of seconds above 0"),
@@ -367,12 +367,13 @@ def test_the_status_of_a_benchmark(words: list[str], when: str, status: int) -> 
 
 
 def test_a_table_has_rates_and_shares_of_the_limit() -> None:
-    row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
-    row |= {"contender": "hf_burst burst", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
-    rows = [row | {"length": length} for length in (1024, 2048)]
-    lines = attention.markdown({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
-    assert "| TF/s per GPU (share of the limit) | 1K | 2K |" in lines
-    assert "| hf_burst burst | 0.00012 (156%) | 0.00012 (156%) |" in lines
+    row = {"kv_heads": 2, "contender": "hf_burst burst", "length": 1024, "status": "ok"}
+    row |= {"tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
+    lines = attention.markdown({"results": [row, row | {"status": "failed"}]}).splitlines()
+    assert lines[2:] == [
+        "| 2 | 1,024 | hf_burst burst | 0.00012 | 156% |",
+        "| 2 | 1,024 | hf_burst burst | failed |  |",
+    ]
 
 
 @pytest.mark.slow
