@@ -1,4 +1,4 @@
-"""Reads settings from the command line and YAML files, before torch is imported."""
+"""Reads settings from the command line and YAML files."""
 
 import os
 import re
@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import beginning
 from resuming import START
 from settings import DEFAULTS, mapping
-from stand_ins import stand_in
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
@@ -40,14 +39,15 @@ def parse(
     defaults: dict[str, Any],
     check: Callable[..., None] = lambda *values: None,
 ) -> tuple[Any, ...]:
-    """Reads the settings, and checks them before torch is imported.
+    """Reads the settings, and checks them before the processes are joined.
 
     Args:
         arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
         kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
-            take seconds to import, before which stand-ins with their fields are read and checked.
+            take seconds to import, before which the settings of the others are read and checked.
         defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
-        check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
+        check (`Callable`): Is called with the values, those of TRL in a namespace, since TRL's classes join the
+            processes when they are made; raises for wrong ones.
     """
     arguments = [at_home(word) for word in arguments]
     own = tuple(kind for kind in kinds if not isinstance(kind, str))
@@ -57,28 +57,28 @@ def parse(
         libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
         more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
         read(arguments, own, defaults, more=more)
-    early = [stand_in(kind) if isinstance(kind, str) else kind for kind in kinds]
-    whole = None not in early  # otherwise TRL's files lie elsewhere now
-    if "--help_all" in arguments:
-        arguments = ["--help"]
-    else:
-        values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
-        if whole:
-            check(*values)
+    arguments = ["--help"] if "--help_all" in arguments else arguments
+    values = iter(() if "--help" in arguments else read(arguments, own, defaults, alone=False))
     beginning.loading("torch, Transformers and TRL")
     import trl
 
-    values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
-    if not whole:
-        check(*values)
-    return values
+    def check_all(given: SimpleNamespace) -> None:
+        check(*(given if isinstance(kind, str) else next(values) for kind in kinds))
+
+    every = tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds)
+    return read(arguments, every, defaults, check=check_all)
 
 
 def read(
-    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True, more: str = ""
+    arguments: list[str],
+    kinds: tuple[type, ...],
+    defaults: dict[str, Any],
+    alone: bool = True,
+    more: str = "",
+    check: Callable[[SimpleNamespace], None] = lambda given: None,
 ) -> tuple[Any, ...]:
     """One value of each dataclass; if they are not alone, other settings than theirs are passed over. The help ends by
-    `more`."""
+    `more`. All settings are checked before the dataclasses are made."""
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
@@ -107,6 +107,7 @@ def read(
     given = vars(parser.parse_known_args(arguments)[0])
     if checkpointing and all(given[name] is None for name in checkpointing):
         parser.set_defaults(**{min(checkpointing): True})
+    check(SimpleNamespace(**vars(parser.parse_known_args(arguments)[0])))
     try:
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:

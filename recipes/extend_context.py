@@ -97,7 +97,7 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
 
 
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, extension: Extension) -> None:
-    """Checks the settings before torch is imported."""
+    """Checks the settings before the processes are joined."""
     settings.check(model, documents, burst, args)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
