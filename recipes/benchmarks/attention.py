@@ -50,7 +50,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=at_least(1), nargs="+", default=[8], help="key heads, a table each")
     parser.add_argument("--q-heads", type=at_least(1), default=32)
     parser.add_argument("--head-dim", type=at_least(1), default=128)
-    parser.add_argument("--batch", type=at_least(1), default=1)
     documents = "shortest and longest, in tokens, of packed documents, whose logarithms are uniform"
     parser.add_argument("--documents", type=at_least(1), nargs=2, help=documents)
     parser.add_argument("--window", type=at_least(0), help="tokens that a query sees backwards beside itself (all)")
@@ -157,7 +156,6 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
             q_heads=arguments.q_heads,
             kv_heads=kv_heads,
             head_dim=arguments.head_dim,
-            batch=arguments.batch,
             dtype=dtype,
             device=ranks.device,
             rank=ranks.rank,
@@ -223,7 +221,6 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "config": measured.contender.config,
         "limit_kernel": case.native.name,
         "length": case.length,
-        "batch": case.batch,
         "q_heads": case.q_heads,
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,

@@ -14,7 +14,6 @@ as many pairs of a query and a key.
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.plan import MaskPattern
-from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
-from recipes.benchmarks.steps import Way, measure, with_medians
+from recipes.benchmarks.harness import at_least, begin, options_of, write
+from recipes.benchmarks.steps import Way, measure, summary_table, with_medians
 from recipes.benchmarks.training_contenders import burst
 from recipes.benchmarks.training_job import Job, add_model, make_job
 
@@ -84,34 +82,6 @@ def contenders(arguments: argparse.Namespace, rows: Batch) -> dict[str, Way]:
     return {name: one for name, one in made.items() if name not in arguments.leave_out}
 
 
-def ceilings(arguments: argparse.Namespace) -> dict[str, float]:
-    """How many times fewer tokens, and pairs of a query and a key, sharing has."""
-    first, size, count = arguments.beginning, arguments.ending, arguments.endings
-    bounds = (0, *range(first, first + count * size + 1, size))
-    joined = MaskPattern().mask(bounds[-1], bounds, (-1, *[0] * count))
-    rows = count * MaskPattern().mask(first + size, (0, first + size)).pairs
-    limit = MaskPattern().mask(joined.length, (0, joined.length)).pairs
-    return {
-        "tokens": count * (first + size) / joined.length,
-        "pairs": rows / joined.pairs,
-        "pairs_of_the_limit": limit / joined.pairs,
-    }
-
-
-def summary_table(rows: list[Row]) -> str:
-    """The result as Markdown."""
-    shared = next((row for row in rows if row["contender"] == "shared"), {})
-    faster = {name: f"{times:.2f}" for name, times in {"shared": 1.0, **shared.get("times_as_fast_as", {})}.items()}
-    cells = []
-    for row in rows:
-        found = [row["contender"], row["reason"]]
-        if "median_s" in row:
-            peaks = (f"{row[f'{kind}_memory_gib']:.1f}" for kind in ("peak", "host"))
-            found[1:] = [f"{row['median_s']:.3f}", faster.get(row["contender"], ""), *peaks]
-        cells.append(found)
-    return table(["contender", "s a step", "sharing is so many times as fast", "GiB", "of the host"], cells)
-
-
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=600.0)
     add_model(parser)
@@ -139,12 +109,11 @@ def main() -> int:
 
         add_fused_lm_head(job.base)
     rows = rows_of(arguments, job.base.config.vocab_size, ranks.device)
-    result |= {"ceilings": ceilings(arguments), "results": []}
+    result["results"] = []
     ways = contenders(arguments, rows)
     for found in measure(job, ways, arguments.rounds, arguments.warmup, rows["input_ids"]):
         result["results"] = [row | {"settings": row["chosen"]} for row in with_medians(found)]
         write(arguments.out, result, ranks)
-    ranks.say(json.dumps(result["ceilings"]))
     ranks.say(summary_table(result["results"]))
     ranks.close()
     return 0 if any("median_s" in row for row in result["results"]) else 1

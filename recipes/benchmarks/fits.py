@@ -58,15 +58,13 @@ class Watcher(threading.Thread):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(daemon=True)
-        self.device, self.most, self.beside, self.done = device, 0, 0, threading.Event()
+        self.device, self.most, self.done = device, 0, threading.Event()
         self.start()
 
     def run(self) -> None:
         while self.device.type == "cuda" and not self.done.wait(0.02):
-            reserved = torch.cuda.memory_reserved(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             self.most = max(self.most, total - free)
-            self.beside = max(self.beside, total - free - max(reserved, torch.cuda.memory_reserved(self.device)))
 
     def end(self) -> None:
         """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
@@ -85,21 +83,17 @@ class Measure(TrainerCallback):
         self.ranks.wait()
         if self.ranks.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.watcher.most = self.watcher.beside = 0
+        self.watcher.most = 0
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         own: dict[str, Any] = {"host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
         if self.ranks.cuda:
             torch.cuda.synchronize(self.device)
-            stats = torch.cuda.memory_stats(self.device)
             own |= {
                 "allocated_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
                 "taken_gib": self.watcher.most / GIB,
-                "beside_torch_gib": self.watcher.beside / GIB,
-                "retries": stats["num_alloc_retries"],
-                "short": stats["num_ooms"],
             }
         self.steps.append({"seconds": time.perf_counter() - self.start, **own})
         self.ranks.say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))

@@ -95,8 +95,6 @@ def _ring_flash_attn_zigzag(case: Case) -> Prepared:
 
 def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_flash_attn: types.ModuleType) -> Prepared:
     """Every document is cut into 2P chunks, so its length is a multiple of 2P."""
-    if case.batch != 1:
-        raise ValueError("takes packed sequences only: --batch 1")
     bounds = case.mask.documents
     spans = [
         (start + half * (stop - start) // (2 * case.ranks), start + (half + 1) * (stop - start) // (2 * case.ranks))
@@ -118,8 +116,6 @@ def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_fl
 def _ring_flash_attn_llama3(case: Case) -> Prepared:
     group = _group(case)
     ring_flash_attn = _import_ring_flash_attn()
-    if case.batch != 1:
-        raise ValueError("takes packed sequences only: --batch 1")
     bounds = torch.tensor(case.mask.documents, dtype=torch.int32, device=case.device)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
     parts = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)

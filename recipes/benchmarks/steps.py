@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from recipes.benchmarks.harness import Row
+from recipes.benchmarks.harness import Row, table
 from recipes.benchmarks.training_job import Job
 
 Loss = Callable[[Job], torch.Tensor]
@@ -123,3 +123,16 @@ def with_medians(rows: Mapping[str, Row]) -> list[Row]:
         }
 
     return [row | measured(name, row) if name in medians else row for name, row in rows.items()]
+
+
+def summary_table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    cells = []
+    for row in rows:
+        found = [row.get("length", ""), row["contender"], row["reason"]]
+        if "median_s" in row:
+            host, share = row["host_memory_gib"], row.get("share_of_limit")
+            found[2:] = [f"{row['median_s']:.3f}", f"{row['peak_memory_gib']:.1f}"]
+            found += ["" if host is None else f"{host:.1f}", "" if share is None else f"{share:.1%}"]
+        cells.append(found)
+    return table(["tokens", "contender", "s a step", "GiB", "of the host", "share of its limit"], cells)

@@ -18,51 +18,29 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from recipes.benchmarks.harness import Row, at_least, begin, options_of, setting, table, write
-from recipes.benchmarks.steps import measure, with_medians
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, setting, write
+from recipes.benchmarks.steps import measure, summary_table, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
 from recipes.benchmarks.training_job import add_training, make_job, random_tokens
-from recipes.benchmarks.training_limits import attentions_of, flops, limits, native_of, parts_of_limits
+from recipes.benchmarks.training_limits import attentions_of, limits, native_of, parts_of_limits
 
 KNOWN = CONTENDERS | NAMED
 
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
-
-def summary(
-    rows: dict[str, Row], length: int, work: float | None, limits: dict[str, float], arguments: argparse.Namespace
-) -> list[Row]:
-    """The rows of a length with their settings, medians, rates and shares of their limits."""
-    ranks, peak = launched()[0], PEAK.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+def summary(rows: dict[str, Row], length: int, limits: dict[str, float], arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a length with their settings, medians and shares of their limits."""
     found = []
     for row in with_medians(rows):
         contender = arguments.contenders[row["contender"]]
         settings = None if contender.settings is None else {**contender.settings, **row["chosen"]}
         row = {"contender": row["contender"], "length": length, **row, "settings": settings}
         if "median_s" in row:
-            median, limit = row["median_s"], limits.get(contender.limit)
-            row |= {
-                "tokens_per_second_and_gpu": length / median / ranks,
-                "mfu": work / median / ranks / peak if peak and work else None,
-                "share_of_limit": limit and limit / median,
-            }
+            limit = limits.get(contender.limit)
+            row["share_of_limit"] = limit and limit / row["median_s"]
             if len(arguments.contenders) > 1:
                 row["host_memory_gib"] = None  # torch holds that of other contenders, too
         found.append(row)
     return found
-
-
-def summary_table(rows: list[Row]) -> str:
-    """The result as Markdown."""
-    cells = []
-    for row in rows:
-        found = [row["length"], row["contender"], row["reason"]]
-        if "median_s" in row:
-            mfu, share = ("" if value is None else f"{value:.1%}" for value in (row["mfu"], row["share_of_limit"]))
-            host = "" if row["host_memory_gib"] is None else f"{row['host_memory_gib']:.1f}"
-            found[2:] = [f"{row['median_s']:.3f}", mfu, f"{row['peak_memory_gib']:.1f}", host, share]
-        cells.append(found)
-    return table(["tokens", "contender", "s a step", "MFU", "GiB", "of the host", "share of its limit"], cells)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -148,13 +126,11 @@ def main() -> int:
             parts = parts_of_limits(job.base.model, ranks, length, lora)
             bounds = limits(parts)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, bounds
-        uncounted = arguments.document or job.base.config.to_dict().get("sliding_window")
-        before, work = result["results"], None if uncounted else flops(job, length, lora)
-        most = dict(arguments.longest)
+        before, most = result["results"], dict(arguments.longest)
         ways = {name: one.way for name, one in arguments.contenders.items() if length <= most.get(name, length)}
         tokens = random_tokens(length, job.base, ranks.device)
         for rows in measure(job, ways, count, arguments.warmup, tokens, arguments.check_length):
-            result["results"] = [*before, *summary(rows, length, work, bounds, arguments)]
+            result["results"] = [*before, *summary(rows, length, bounds, arguments)]
             write(arguments.out, result, ranks)
     ranks.say(json.dumps(result["parts_of_limits"]))
     ranks.say(summary_table(result["results"]))

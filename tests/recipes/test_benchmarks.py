@@ -220,7 +220,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 
 def case_of(rank: int, size: int) -> Case:
     native = Native("cpu_flash", lambda q, k, v, mask: q)
-    return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
+    return Case(128, 8, 4, 16, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
 
 
 def test_what_the_heads_do_not_allow_is_not_built() -> None:
@@ -482,7 +482,6 @@ def test_rows_that_begin_alike_are_measured(ranks: Launched, tmp_path: Path, wha
     ranks(2).run(scripts.run, "recipes/benchmarks/beginnings.py", [*options, "--device", "cpu"])
     result = json.loads(out.read_text())
     shared, whole, limit = result["results"]
-    assert result["ceilings"]["tokens"] == 2 * 97 / 104
     assert whole["check"] == pytest.approx(shared["check"], rel=1e-5)
     assert shared["times_as_fast_as"]["rows"] == whole["median_s"] / shared["median_s"]
     assert limit["steps"][0]["seconds"] > 0
