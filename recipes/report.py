@@ -12,7 +12,7 @@ from typing import Any
 import models
 import numpy
 import torch
-from benchmarks.provenance import git_commit
+from benchmarks.provenance import made_by
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -20,7 +20,6 @@ from transformers.trainer_utils import SaveStrategy
 from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
-from hf_burst.cli.hosts import versions
 from hf_burst.kernels import KernelRequest, explain_kernels
 
 FEW = 10  # optimizer steps
@@ -210,17 +209,6 @@ def next_steps(trainer: Trainer, trained: str) -> str:
     reader = ", and its AutoProcessor" * (folder / "processor_config.json").exists()
     load = f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r}){reader}"
     return load if rewards else f"{load}; {evaluate}"
-
-
-def made_by(processes: int) -> dict[str, Any]:
-    """What a result was made by: command, commit, processes, device and versions."""
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_commit": git_commit(Path(__file__).parent),
-        "processes": processes,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "versions": versions(),
-    }
 
 
 def write_log(trainer: Trainer) -> None:
