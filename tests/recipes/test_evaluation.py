@@ -383,8 +383,8 @@ def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("lengths: 4096\ntasks: single\ndocuments: none\nruler: ruler_vt\n")
     (wanted,) = parse(["--config", str(tmp_path / "one.yaml")], (evaluate.Evaluation,), {})
     assert (wanted.lengths, wanted.tasks, wanted.documents, wanted.ruler) == ([4096], ["single"], [], ["ruler_vt"])
-    (tmp_path / "number.yaml").write_text("documents: [3]\n")
-    with pytest.raises(SystemExit, match=r"documents is \[3\]; give a list of text"):
+    (tmp_path / "number.yaml").write_text("documents: [[3]]\n")
+    with pytest.raises(SystemExit, match=r"documents is \[\[3\]\]; give text, or several in a list"):
         parse(["--config", str(tmp_path / "number.yaml")], (evaluate.Evaluation,), {})
 
 
