@@ -13,7 +13,6 @@ milliseconds: what kernels take while they are tuned is in it. Each run adds a r
 import argparse
 import ast
 import json
-import logging
 import os
 import resource
 import sys
@@ -151,7 +150,7 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     model = model_size(kind, config, arguments.model)
-    capacity = capacity_of(gpu_named(arguments.machine), ranks_per_host=gpus)
+    capacity = capacity_of(gpu_named("h100"), ranks_per_host=gpus)  # where there is no GPU
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         free = arguments.gpu_memory or torch.cuda.mem_get_info(device)[1] / GIB
@@ -256,7 +255,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
     parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
-    parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
     smaller = "GiB: as on a smaller GPU, where torch's allocator has what the plan says that CUDA and NCCL leave of it"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
@@ -266,8 +264,6 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and adds a row to the file."""
     arguments, gpus = read_arguments(), int(os.environ.get("WORLD_SIZE", "1"))
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_burst").setLevel(logging.INFO)
     if arguments.gpu_memory is not None:
         as_on_a_smaller_gpu(arguments.gpu_memory - outside_of_torch(gpus) / GIB)
     length, promise = promised(arguments, gpus)

@@ -17,7 +17,6 @@ file `--out`. With `--profile`, one more step runs under torch's profiler; what 
 import argparse
 import gc
 import json
-import logging
 import os
 import statistics
 import sys
@@ -256,8 +255,6 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Compares, trains, and writes a row."""
     arguments = read_arguments()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_burst").setLevel(logging.INFO)
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     args = training_arguments(arguments, gpus)
     args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}

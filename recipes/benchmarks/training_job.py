@@ -40,14 +40,6 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-GEMMA_4 = {  # five layers with a window to one without, whose heads are larger
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 32,
-}
 # three layers of gated DeltaNet to one of attention, with the heads of Qwen3.6-27B and the widths of Qwen3-8B
 HYBRID = {**shapes.SHAPES["qwen3.6-27b"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,7 +52,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{**TINY, **LINEAR, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16},
         **rope(1e4, 0.25),
     },
-    "tiny-gemma-4": {**TINY, **GEMMA_4, "model_type": "gemma4_text", "num_hidden_layers": 6},
     "tiny": {**TINY, **rope(1e4)},
     "tiny-tied": {**TINY, **rope(1e4), "tie_word_embeddings": True},
 }

@@ -34,6 +34,11 @@ ROOT = Path(__file__).parents[2]
 Launched = Callable[[int], RankPool]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
 SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
+TINY_GEMMA_4 = {  # five layers with a window to one without, whose heads are larger
+    **{**training_job.TINY, "model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 32},
+    **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "hidden_size_per_layer_input": 0,
+}
 PEERS_ON_GPUS = {"ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag", "torch cudnn allgather"}
 
 # contenders that are wrong or fail, on one rank only or on all; run by two processes
@@ -518,6 +523,7 @@ def make_job(**options: Any) -> training_job.Job:
 
 def test_limits_of_attention_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second half of a sequence has half of it, and three quarters of attention to all tokens."""
+    monkeypatch.setitem(training_job.SHAPES, "tiny-gemma-4", TINY_GEMMA_4)
     monkeypatch.setattr(training_limits, "product_seconds", lambda *_, **__: 0.0)
     monkeypatch.setattr(
         training_limits, "attention_seconds", lambda kind, *_: (1.0, 3.0) if kind.window else (100.0, 300.0)
