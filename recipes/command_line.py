@@ -1,27 +1,21 @@
-"""Reads settings from the command line and YAML files, before torch is imported."""
+"""Reads settings from the command line and YAML files."""
 
 import os
-import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import NoneType, SimpleNamespace
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import beginning
-from resuming import START
 from settings import DEFAULTS, mapping
-from stand_ins import stand_in
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
-TYPES = {START: bool | str | None, "output_dir": str, "max_length": int, "max_completion_length": int}  # not as TRL's
-TYPES |= {"scale_rewards": bool | str, "fsdp": bool | str | None}  # as the documentation has them, not the annotation
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (numbers go in quotes)"}
-WORDS |= {dict: "a mapping", list: "a list", NoneType: "null"}
-SEVERAL = {int: "whole numbers", float: "numbers"}
+NEEDED = ("output_dir", "max_length", "max_completion_length")  # may not be null, though TRL takes it
+WORDS = {int: "a whole number", float: "a number", string_to_bool: "true or false"}
 
 
 class Parser(HfArgumentParser):
@@ -40,14 +34,15 @@ def parse(
     defaults: dict[str, Any],
     check: Callable[..., None] = lambda *values: None,
 ) -> tuple[Any, ...]:
-    """Reads the settings, and checks them before torch is imported.
+    """Reads the settings, and checks them before the processes are joined.
 
     Args:
         arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
         kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
-            take seconds to import, before which stand-ins with their fields are read and checked.
+            take seconds to import, before which the settings of the others are read and checked.
         defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
-        check (`Callable`): Is called with the values, or with stand-ins for those of TRL; raises for wrong ones.
+        check (`Callable`): Is called with the values, those of TRL in a namespace, since TRL's classes join the
+            processes when they are made; raises for wrong ones.
     """
     arguments = [at_home(word) for word in arguments]
     own = tuple(kind for kind in kinds if not isinstance(kind, str))
@@ -57,32 +52,32 @@ def parse(
         libraries = ", ".join(kind for kind in kinds if isinstance(kind, str))
         more = f"Settings of TRL's {libraries} are taken, too: --help_all lists all of them."
         read(arguments, own, defaults, more=more)
-    early = [stand_in(kind) if isinstance(kind, str) else kind for kind in kinds]
-    whole = None not in early  # otherwise TRL's files lie elsewhere now
-    if "--help_all" in arguments:
-        arguments = ["--help"]
-    else:
-        values = read(arguments, tuple(filter(None, early)), defaults, alone=whole)
-        if whole:
-            check(*values)
+    arguments = ["--help"] if "--help_all" in arguments else arguments
+    values = iter(() if "--help" in arguments else read(arguments, own, defaults, alone=False))
     beginning.loading("torch, Transformers and TRL")
     import trl
 
-    values = read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
-    if not whole:
-        check(*values)
-    return values
+    def check_all(given: SimpleNamespace) -> None:
+        check(*(given if isinstance(kind, str) else next(values) for kind in kinds))
+
+    every = tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds)
+    return read(arguments, every, defaults, check=check_all)
 
 
 def read(
-    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True, more: str = ""
+    arguments: list[str],
+    kinds: tuple[type, ...],
+    defaults: dict[str, Any],
+    alone: bool = True,
+    more: str = "",
+    check: Callable[[SimpleNamespace], None] = lambda given: None,
 ) -> tuple[Any, ...]:
     """One value of each dataclass; if they are not alone, other settings than theirs are passed over. The help ends by
-    `more`."""
+    `more`. All settings are checked before the dataclasses are made."""
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone, epilog=more)
-    known = {action.dest: action for action in parser._actions if action.dest != "help"}
-    types = {name: kind for one in kinds for name, kind in get_type_hints(one, include_extras=True).items()} | TYPES
+    known = {action.dest: action for action in reversed(parser._actions) if action.dest != "help"}  # not --no_NAME
+    types = {name: kind for one in kinds for name, kind in get_type_hints(one, include_extras=True).items()}
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
     parser.set_defaults(**dict.fromkeys(checkpointing))
     parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
@@ -96,8 +91,7 @@ def read(
         values = {name if name in known else OLDER.get(name, name): at_home(value) for name, value in values.items()}
         for name in list(values):
             if name in known:
-                check_value(file, known[name], types[name], values[name])
-                values[name] = listed(known[name], values[name])
+                values[name] = as_given(file, known[name], types[name], values[name])
             elif alone:
                 raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
             else:
@@ -107,6 +101,7 @@ def read(
     given = vars(parser.parse_known_args(arguments)[0])
     if checkpointing and all(given[name] is None for name in checkpointing):
         parser.set_defaults(**{min(checkpointing): True})
+    check(SimpleNamespace(**vars(parser.parse_known_args(arguments)[0])))
     try:
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
@@ -129,53 +124,27 @@ def at_home(value: Any) -> Any:
     return name + equals + os.path.expanduser(path)
 
 
-def check_value(file: Path, setting: Any, kind: Any, value: Any) -> None:
-    """Refuses a value of a YAML file that is no choice, or of another type than the setting. Text is read as on the
-    command line, but in a list."""
-    may_lack = value is None and NoneType in get_args(kind)
-    if setting.choices and value not in setting.choices and not may_lack:
+def as_given(file: Path, setting: Any, kind: Any, value: Any) -> Any:
+    """The value of a setting in a YAML file, as the command line reads it; a list of one may be without brackets."""
+    if value is None and NoneType in get_args(kind) and setting.dest not in NEEDED:
+        return None
+    if setting.choices and value not in setting.choices:
         choices = ", ".join(map(repr, setting.choices))
         raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
-    given = listed(setting, value)
-    if not isinstance(given, str) and not fits(given, kind):
-        power = isinstance(given, list) and any(re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", str(item)) for item in given)
-        hint = " (1.0e-1, not 1e-1)" if power else ""  # which YAML reads as text
-        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give {in_words(kind)}{hint}.")
-
-
-def listed(setting: Any, value: Any) -> Any:
-    """The value of a setting; a list of one may be without brackets."""
-    return [value] if setting.nargs == "+" and value is not None and not isinstance(value, list) else value
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. Of an enum the values are meant."""
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in get_args(kind))
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, one) for one in get_args(kind) for item in value)
-    if origin is Literal or choices_of(origin):
-        return value in (choices_of(origin) or get_args(kind))
-    if isinstance(value, bool):
-        return origin in (bool, Any, Annotated)
-    return origin in (Any, Annotated) or isinstance(value, int | float if origin is float else origin)
-
-
-def in_words(kind: Any) -> str:
-    """What a setting of a type may be."""
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(in_words, get_args(kind)))
-    if get_origin(kind) is list and get_args(kind):
-        return f"a list of {SEVERAL.get(get_args(kind)[0]) or in_words(get_args(kind)[0])}"
-    if get_origin(kind) is Literal or choices_of(kind):
-        return " or ".join(map(repr, choices_of(kind) or get_args(kind)))
-    return WORDS.get(get_origin(kind) or kind, str(kind))
-
-
-def choices_of(kind: Any) -> list[Any]:
-    """The values of an enum."""
-    return [one.value for one in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+    several = setting.nargs == "+"
+    kinds = {get_origin(one) or one for one in (kind, *get_args(kind))} - {str, NoneType, *([list] if several else [])}
+    kinds |= set() if setting.type in WORDS else {bool}  # which documentation has where annotations say text
+    try:
+        made = []
+        for item in value if several and isinstance(value, list) else [value]:
+            if type(item) not in kinds and isinstance(item, list | dict | None):
+                raise ValueError
+            made.append(item if type(item) in kinds else setting.type(str(item)))
+    except (ValueError, TypeError, ArgumentTypeError) as error:
+        wanted = f"give {WORDS.get(setting.type, 'text')}{', or several in a list' * several}"
+        said = wanted if setting.type in WORDS else str(error) or wanted
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; {said}.") from None
+    return made if several else made[0]
 
 
 def other_model(names: Iterable[str]) -> dict[str, None]:

@@ -17,7 +17,7 @@ DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
 
 
 def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args: Any) -> None:
-    """Checks the settings before torch is imported."""
+    """Checks the settings before the processes are joined."""
     settings.check(model, pairs, burst, args)
     if args.precompute_ref_log_probs:
         raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")

@@ -14,12 +14,12 @@ from typing import Any
 import data
 import images
 import models
-import report
 import resuming
 import settings
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from benchmarks.provenance import made_by
 from datasets import Dataset
 from evaluation_settings import Evaluation
 from needles import Needles, read_haystack
@@ -185,7 +185,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: Evalua
     over = f", over {groups.size} processes" if groups.size > 1 else ""
     title = f"{model_settings.model_name_or_path or config.model_type}{over}"
     results: dict[str, Any] = {"model": model_settings.model_name_or_path, "positions": positions}
-    results |= {"settings": as_set, **report.made_by(groups.accelerator.num_processes)}
+    results |= {"settings": as_set, **made_by(groups.accelerator.num_processes)}
 
     def write(part: str, values: Any) -> None:
         results[part] = values

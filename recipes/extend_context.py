@@ -77,7 +77,7 @@ def pretrain(start: training.Start, rows: "Dataset") -> None:
     start.model.model_name_or_path, start.model.model_config = short.output_dir, {}
 
 
-def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", made_by: dict[str, Any]) -> None:
+def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", made: dict[str, Any]) -> None:
     """Writes the curves and their picture, and prints the perplexity within the old length and beyond it."""
     from pictures import draw_positions
 
@@ -87,17 +87,17 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
         label: {part: round(exp(curve.mean(*span)), 3) for part, span in parts.items()}
         for label, curve in curves.items()
     }
-    results = {"old length": old, "new length": args.max_length, "perplexity": perplexity, **made_by}
+    results = {"old length": old, "new length": args.max_length, "perplexity": perplexity, **made}
     results["curves"] = {label: asdict(curve) for label, curve in curves.items()}
     (folder / "extension.json").write_text(json.dumps(results) + "\n")
-    title = f"Context extended from {old:,} to {args.max_length:,} tokens, over {made_by['processes']} processes"
+    title = f"Context extended from {old:,} to {args.max_length:,} tokens, over {made['processes']} processes"
     draw_positions(curves, {"old length": old}, title, folder / "extension.png")
     for label, values in perplexity.items():
         print(f"perplexity {label:>24}: " + ", ".join(f"{value:8.3f} {part}" for part, value in values.items()))
 
 
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, extension: Extension) -> None:
-    """Checks the settings before torch is imported."""
+    """Checks the settings before the processes are joined."""
     settings.check(model, documents, burst, args)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
@@ -108,7 +108,7 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, a
 def main(arguments: list[str]) -> None:
     start = training.begin(arguments, "SFTConfig", DEFAULTS, check, Extension)
     import data
-    import report
+    from benchmarks.provenance import made_by
     from trl import SFTTrainer
 
     from hf_burst.hf.models.positions import pretrained_length
@@ -138,10 +138,10 @@ def main(arguments: list[str]) -> None:
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before
-    first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
+    first, made = trainer.is_world_process_zero(), made_by(trainer.accelerator.num_processes)
     training.train(trainer, start.burst, lambda: curves.update({TRAINED: measured(trainer.model)}))
     if first:
-        write(curves, old, args, made_by)
+        write(curves, old, args, made)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Rewards:
 
 
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, rewards: Rewards) -> None:
-    """Checks the settings before torch is imported."""
+    """Checks the settings before the processes are joined."""
     args.max_length = rewards.max_length
     settings.check(model, documents, burst, args)
     if not 0 < args.max_completion_length < rewards.max_length:

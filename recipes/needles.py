@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
+from operator import itemgetter
 from string import ascii_uppercase
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,6 @@ INTRO = "Some facts are hidden in the following text. Remember them.\n\n"
 FACT = "The secret number of the {key} is {value}.\n"
 COLOURS = ("amber", "black", "blue", "brown", "golden", "green", "grey", "ivory", "orange", "pink", "purple", "red")
 ANIMALS = ("badger", "bear", "crane", "eagle", "falcon", "fox", "goose", "hare", "heron", "lion", "otter", "raven")
-NO_FACT = 1_000_000  # the order of a line of text
 KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
 
 
@@ -46,7 +46,6 @@ class Sample:
 
     input_ids: list[int]  # text, question and answer, as many tokens as were asked for
     answer: int  # how many tokens the answer has; they are the last ones
-    facts: list[range]  # the tokens of each fact that the answer needs
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,10 @@ class Needles:
         opening, asked, others, question, ending, room = self._parts(task, length, draw)
         first = depth * room
         places = [first, *sorted(draw.uniform(first, room) for _ in asked[1:])]
-        hidden = [(place, order, fact) for order, (place, fact) in enumerate(zip(places, asked, strict=True))]
-        hidden += [(draw.uniform(0, room), len(asked), fact) for fact in others]
-        tokens, facts = list(opening), []
-        for piece in self._hide(self._text(room, draw), sorted(hidden)):
-            order, piece_tokens = piece
-            if order < len(asked):
-                facts.append(range(len(tokens), len(tokens) + len(piece_tokens)))
-            tokens += piece_tokens
+        hidden = [*zip(places, asked, strict=True), *((draw.uniform(0, room), fact) for fact in others)]
+        tokens = [*opening, *chain(*self._hide(self._text(room, draw), sorted(hidden, key=itemgetter(0))))]
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(question, ending, strict=False)))
-        return Sample([*tokens, *ending], len(ending) - shared, facts)
+        return Sample([*tokens, *ending], len(ending) - shared)
 
     def check(self, task: str, length: int, depth: float, seed: int) -> None:
         """Raises where a sample has no room for text."""
@@ -146,16 +139,15 @@ class Needles:
         return lines
 
     @staticmethod
-    def _hide(lines: list[list[int]], hidden: list[tuple[float, int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
-        """Lines and facts in turn, each with its order; a fact stands before the line that holds its place."""
+    def _hide(lines: list[list[int]], hidden: list[tuple[float, list[int]]]) -> Iterator[list[int]]:
+        """Lines and facts in turn; a fact stands before the line that holds its place."""
         waiting, end = deque(hidden), 0
         for line in lines:
             end += len(line)
             while waiting and waiting[0][0] < end:
-                yield waiting.popleft()[1:]
-            yield NO_FACT, line
-        for _, order, fact in waiting:
-            yield order, fact
+                yield waiting.popleft()[1]
+            yield line
+        yield from (fact for _, fact in waiting)
 
     def _prompt(self, task: str, draw: random.Random) -> Prompt:
         """What a sample hides and asks."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from benchmarks.provenance import git_commit, versions
+from benchmarks.provenance import made_by
 from matplotlib.figure import Figure
 from transformers import (
     LlamaConfig,
@@ -272,10 +272,7 @@ def main() -> None:
         "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
         "config": {key: value for key, value in vars(args).items() if key != "output_dir"},
         "model": {"type": "llama" if args.layers == "attention" else "qwen3_5_text", **SIZES[args.layers]},
-        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=accelerator.device.type == "cuda")},
-        "device": accelerator.device.type,
-        "command": " ".join(["recipes/recall_across_shards.py", *sys.argv[1:]]),
-        "git_commit": git_commit(Path(__file__).parent),
+        **made_by(task.ranks),
     }
     if accelerator.is_main_process:
         (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -76,7 +76,7 @@ def contents(name: str) -> Iterator[str]:
 
 
 def check(resume: str | bool | None) -> None:
-    """Refuses what is no folder, before torch is imported."""
+    """Refuses what is no folder."""
     if str(resume).lower() not in (AUTO, *NO, *YES) and not Path(str(resume)).is_dir():
         raise SystemExit(f"{START} is {resume!r}; give the folder of a checkpoint, true, false or auto.")
 

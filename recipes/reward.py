@@ -17,7 +17,7 @@ DEFAULTS = {"output_dir": "outputs/reward", "learning_rate": 1e-5, "lora_task_ty
 
 
 def check(model: ModelSettings, pairs: DataSettings, burst: BurstSettings, args: Any) -> None:
-    """Checks the settings before torch is imported."""
+    """Checks the settings before the processes are joined."""
     settings.check(model, pairs, burst, args)
     if model.use_peft and model.lora_task_type != "SEQ_CLS":
         raise SystemExit(

@@ -1,7 +1,8 @@
 """The settings that the recipes share, and their checks.
 
 Settings come from YAML files (`--config FILE`, several if you like), then from the command line. A wrong setting ends
-every process by one sentence, before the processes talk to each other, and before the imports that take seconds.
+every process by one sentence, before the processes talk to each other; one that is not TRL's also before the imports
+that take seconds.
 """
 
 import gc
@@ -233,7 +234,7 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, training: Any, *_: Any) -> None:
-    """Checks what is known before torch is imported: the training arguments may be a stand-in's."""
+    """Checks what is known before the processes are joined: the training arguments are a namespace."""
     if (length := training.max_length) < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     batches = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")

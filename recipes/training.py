@@ -24,7 +24,7 @@ Made = tuple[Any, BurstSettings]  # a trainer of TRL, and how sequences are shar
 
 @dataclass
 class Start:
-    """Where a recipe stands when its settings are right and torch is imported."""
+    """Where a recipe stands when its settings are right."""
 
     model: ModelSettings
     documents: DataSettings
@@ -86,8 +86,8 @@ def begin(
     check: Callable[..., None] = settings.check,
     more: type | None = None,
 ) -> Start:
-    """Reads the settings of a recipe, and checks them before torch is imported: those of TRL's training arguments of a
-    kind, with the defaults of this recipe, and of a dataclass of its own."""
+    """Reads and checks the settings of a recipe: those of TRL's training arguments of a kind, with the defaults of this
+    recipe, and of a dataclass of its own."""
     kinds = (ModelSettings, DataSettings, BurstSettings, kind, *([more] if more else []))
     model, documents, burst, args, *others = command_line.parse(arguments, kinds, defaults, check)
     if not hasattr(args, "max_length"):  # of GRPO, whose recipe has one

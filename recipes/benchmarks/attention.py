@@ -50,7 +50,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=at_least(1), nargs="+", default=[8], help="key heads, a table each")
     parser.add_argument("--q-heads", type=at_least(1), default=32)
     parser.add_argument("--head-dim", type=at_least(1), default=128)
-    parser.add_argument("--batch", type=at_least(1), default=1)
     documents = "shortest and longest, in tokens, of packed documents, whose logarithms are uniform"
     parser.add_argument("--documents", type=at_least(1), nargs=2, help=documents)
     parser.add_argument("--window", type=at_least(0), help="tokens that a query sees backwards beside itself (all)")
@@ -157,7 +156,6 @@ def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], rank
             q_heads=arguments.q_heads,
             kv_heads=kv_heads,
             head_dim=arguments.head_dim,
-            batch=arguments.batch,
             dtype=dtype,
             device=ranks.device,
             rank=ranks.rank,
@@ -223,7 +221,6 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "config": measured.contender.config,
         "limit_kernel": case.native.name,
         "length": case.length,
-        "batch": case.batch,
         "q_heads": case.q_heads,
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,
@@ -254,41 +251,15 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Tables of Markdown, one for each number of key heads."""
-    tables = []
-    for heads in dict.fromkeys(row["kv_heads"] for row in result["results"]):
-        part = [row for row in result["results"] if row["kv_heads"] == heads]
-        row, lengths = part[0], sorted({row["length"] for row in part})
-        title = (
-            f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {heads} key heads, "
-            f"{row['dtype']}, limit by {row['limit_kernel']}{mask_of(row)}"
-        )
-        names = dict.fromkeys(row["contender"] for row in part)
-        cells = [[name, *(_cell(part, name, length) for length in lengths)] for name in names]
-        tables.append(f"{title}:\n\n{table(['TF/s per GPU (share of the limit)', *map(_tokens, lengths)], cells)}\n")
-    return "\n".join(tables)
-
-
-def mask_of(row: dict[str, Any]) -> str:
-    """Documents and window, as a title names them. Older results have neither."""
-    documents, window = row.get("document_tokens"), row.get("window")
-    packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""
-    return packed + (f", window {window}" if window is not None else "")
-
-
-def _tokens(length: int) -> str:
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
-
-
-def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
-    row = next((row for row in part if row["contender"] == name and row["length"] == length), None)
-    if row is None:
-        return ""
-    if row["status"] != "ok":
-        return str(row["status"])
-    rate, share = row["tflops_per_gpu"]["both"], row["share_of_limit"]
-    digits = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-    return digits if share is None or name == "limit" else f"{digits} ({share['both']:.0%})"
+    """The result as Markdown."""
+    cells = []
+    for row in result["results"]:
+        found = [row["kv_heads"], f"{row['length']:,}", row["contender"], row["status"]]
+        if row["status"] == "ok":
+            rate, share = row["tflops_per_gpu"]["both"], row["share_of_limit"]
+            found[3:] = [f"{rate:.3g}", "" if share is None else f"{share['both']:.0%}"]
+        cells.append(found)
+    return table(["key heads", "tokens", "contender", "TF/s per GPU", "share of the limit"], cells)
 
 
 def reasons(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,6 @@ as many pairs of a query and a key.
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.plan import MaskPattern
-from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
-from recipes.benchmarks.steps import Way, measure, with_medians
+from recipes.benchmarks.harness import at_least, begin, options_of, write
+from recipes.benchmarks.steps import Way, measure, summary_table, with_medians
 from recipes.benchmarks.training_contenders import burst
 from recipes.benchmarks.training_job import Job, add_model, make_job
 
@@ -58,19 +56,6 @@ def questions(job: Job, rows: Batch) -> torch.Tensor:
     return job.model(**rows).loss
 
 
-def questions_one_by_one(job: Job, rows: Batch) -> torch.Tensor:
-    """The same, a row at a time."""
-    size, total = job.ranks.size, torch.zeros((), device=job.ranks.device)
-    items = int((rows["labels"] != -100).sum()) * size  # which every rank of a group counts
-    for index in range(len(rows["labels"])):
-        row = {name: value[index : index + 1] for name, value in rows.items()}
-        loss = job.model(**row, num_items_in_batch=items).loss * size
-        if index + 1 < len(rows["labels"]):
-            loss.backward()
-            total += loss.detach()
-    return loss + total
-
-
 def pairs(job: Job, rows: Batch) -> torch.Tensor:
     """DPO of the first half of the rows over the second one; of a single row, over its reference."""
 
@@ -89,54 +74,22 @@ def contenders(arguments: argparse.Namespace, rows: Batch) -> dict[str, Way]:
     """All contenders: with a beginning that is shared, with whole rows, and the limit."""
     compute = pairs if arguments.what == "pairs" else questions
 
-    def way(loss: Any, rows: Batch, share: bool = False) -> Way:
-        settings = {"share_prefixes": share, "memory": arguments.memory}
-        return partial(burst, settings=settings, compute=partial(loss, rows=rows))
+    def way(rows: Batch, share: bool = False) -> Way:
+        settings = {"share_prefixes": share, "memory": "auto"}
+        return partial(burst, settings=settings, compute=partial(compute, rows=rows))
 
-    made = {"shared": way(compute, rows, True), "rows": way(compute, rows)}
-    if arguments.what == "questions":
-        made["rows, one by one"] = way(questions_one_by_one, rows)
-    made["limit"] = way(compute, row_of(arguments, rows))
+    made = {"shared": way(rows, True), "rows": way(rows), "limit": way(row_of(arguments, rows))}
     return {name: one for name, one in made.items() if name not in arguments.leave_out}
-
-
-def ceilings(arguments: argparse.Namespace) -> dict[str, float]:
-    """How many times fewer tokens, and pairs of a query and a key, sharing has."""
-    first, size, count = arguments.beginning, arguments.ending, arguments.endings
-    bounds = (0, *range(first, first + count * size + 1, size))
-    joined = MaskPattern().mask(bounds[-1], bounds, (-1, *[0] * count))
-    rows = count * MaskPattern().mask(first + size, (0, first + size)).pairs
-    limit = MaskPattern().mask(joined.length, (0, joined.length)).pairs
-    return {
-        "tokens": count * (first + size) / joined.length,
-        "pairs": rows / joined.pairs,
-        "pairs_of_the_limit": limit / joined.pairs,
-    }
-
-
-def summary_table(rows: list[Row]) -> str:
-    """The result as Markdown."""
-    shared = next((row for row in rows if row["contender"] == "shared"), {})
-    faster = {name: f"{times:.2f}" for name, times in {"shared": 1.0, **shared.get("times_as_fast_as", {})}.items()}
-    cells = []
-    for row in rows:
-        found = [row["contender"], row["reason"]]
-        if "median_s" in row:
-            peaks = (f"{row[f'{kind}_memory_gib']:.1f}" for kind in ("peak", "host"))
-            found[1:] = [f"{row['median_s']:.3f}", faster.get(row["contender"], ""), *peaks]
-        cells.append(found)
-    return table(["contender", "s a step", "sharing is so many times as fast", "GiB", "of the host"], cells)
 
 
 def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__, timeout_s=600.0)
     add_model(parser)
-    parser.set_defaults(weights="lora", gated_norms=False, compile=False)
+    parser.set_defaults(weights="lora", gated_norms=False)
     parser.add_argument("--what", choices=("questions", "pairs"), default="questions", help="SFT, or DPO")
     parser.add_argument("--beginning", type=at_least(2), default=65536, help="tokens that all rows share")
     parser.add_argument("--ending", type=at_least(1), default=1024, help="tokens of each row after them")
     parser.add_argument("--endings", type=at_least(2), default=8, help="rows; 2 for a pair")
-    parser.add_argument("--memory", choices=("auto", "manual"), default="auto", help="as in BurstConfig")
     parser.add_argument("--leave-out", nargs="+", default=[], help="contenders that do not run")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed steps of every contender")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
@@ -148,8 +101,7 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    names = ("shape", "layers", "what", "beginning", "ending", "endings", "memory", "liger")
-    ranks, result = begin(arguments, *names)
+    ranks, result = begin(arguments, "shape", "layers", "what", "beginning", "ending", "endings", "liger")
     longest = arguments.beginning + arguments.ending * arguments.endings
     job = make_job(arguments, longest, ranks)
     if arguments.what == "pairs":
@@ -157,12 +109,11 @@ def main() -> int:
 
         add_fused_lm_head(job.base)
     rows = rows_of(arguments, job.base.config.vocab_size, ranks.device)
-    result |= {"ceilings": ceilings(arguments), "results": []}
+    result["results"] = []
     ways = contenders(arguments, rows)
     for found in measure(job, ways, arguments.rounds, arguments.warmup, rows["input_ids"]):
         result["results"] = [row | {"settings": row["chosen"]} for row in with_medians(found)]
         write(arguments.out, result, ranks)
-    ranks.say(json.dumps(result["ceilings"]))
     ranks.say(summary_table(result["results"]))
     ranks.close()
     return 0 if any("median_s" in row for row in result["results"]) else 1

@@ -30,7 +30,6 @@ class Documents:
 
     shortest: int  # tokens of a document; their logarithms are uniform up to those of the longest
     longest: int
-    seed: int = 0  # another seed is another draw
 
     def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
         """Cumulative boundaries of documents that fill `length` tokens.
@@ -39,7 +38,7 @@ class Documents:
         sequence are shorter in proportion, so that there are several.
         """
         scale = min(1.0, length / (4 * self.longest))
-        draw, bounds = random.Random(length + self.seed), [0]
+        draw, bounds = random.Random(length), [0]
         while bounds[-1] < length:
             size = scale * math.exp(draw.uniform(math.log(self.shortest), math.log(self.longest)))
             whole = max(multiple, round(size / multiple) * multiple)
@@ -55,7 +54,6 @@ class Case:
     q_heads: int  # heads of the whole attention
     kv_heads: int
     head_dim: int
-    batch: int  # sequences
     dtype: torch.dtype  # of q, k and v
     device: torch.device  # where they lie
     rank: int
@@ -73,7 +71,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        """The mask of every sequence of the batch."""
+        """The mask of the sequence."""
         bounds = self.documents.bounds(self.length, 2 * self.ranks) if self.documents else ()
         return Mask(self.length, window=self.window, documents=bounds)
 
@@ -84,7 +82,7 @@ class Case:
 
     def layout(self, chunking: Chunking = "zigzag") -> SequenceLayout:
         """How the sequence lies over the ranks."""
-        return SequenceLayout.for_batch([self.mask.documents] * self.batch, self.ranks, chunking)
+        return SequenceLayout.for_batch([self.mask.documents], self.ranks, chunking)
 
     def flops(self) -> dict[str, float]:
         """Floating point operations of a rank in each pass.
@@ -93,7 +91,7 @@ class Case:
         document. The backward pass has five products (FlashAttention-2, arXiv 2307.08691, section 4.1).
         """
         pairs = self.length**2 / 2 if self.whole else self.mask.pairs
-        forward = 4 * pairs * self.q_heads * self.head_dim * self.batch / self.ranks
+        forward = 4 * pairs * self.q_heads * self.head_dim / self.ranks
         return {"forward": forward, "backward": 2.5 * forward, "both": 3.5 * forward}
 
 

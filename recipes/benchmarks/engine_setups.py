@@ -257,11 +257,6 @@ def share_attention_4(sequence_parallel: Any) -> None:
     sequence_parallel._prepare_flash_attn = prepare_both
 
 
-def own_settings(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
-    """ms-swift makes settings of its own: these only join the processes."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Engine:
     """What differs from one engine to another."""
@@ -281,7 +276,7 @@ ENGINES = {
     "deepspeed": Engine(ulysses),
     "unsloth": Engine(partial(unsloth_settings, "ring"), attention="sdpa", load=load_unsloth),
     "unsloth-ulysses": Engine(partial(unsloth_settings, "ulysses"), attention="sdpa", load=load_unsloth),
-    "ms-swift": Engine(own_settings, trainer=swift_trainer),
+    "ms-swift": Engine(lambda *_: {}, trainer=swift_trainer),  # which makes settings of its own
 }
 
 

@@ -11,7 +11,6 @@ and ms-swift draw their adapters themselves, so that losses differ from the seco
 import argparse
 import ast
 import json
-import logging
 import math
 import os
 import statistics
@@ -222,8 +221,6 @@ def main() -> None:
         if arguments.picture:
             draw(rows, arguments.picture)
         return
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_burst").setLevel(logging.INFO)
     args = settings_of(arguments, gpus)  # joins the processes
     told = ("engine", *ALIKE, "steps", "warmup", "offload", "no_liger", "settings", "adapters")
     ranks, row = begin(arguments, *told, device=args.device.type)

@@ -13,7 +13,6 @@ milliseconds: what kernels take while they are tuned is in it. Each run adds a r
 import argparse
 import ast
 import json
-import logging
 import os
 import resource
 import sys
@@ -58,15 +57,13 @@ class Watcher(threading.Thread):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(daemon=True)
-        self.device, self.most, self.beside, self.done = device, 0, 0, threading.Event()
+        self.device, self.most, self.done = device, 0, threading.Event()
         self.start()
 
     def run(self) -> None:
         while self.device.type == "cuda" and not self.done.wait(0.02):
-            reserved = torch.cuda.memory_reserved(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             self.most = max(self.most, total - free)
-            self.beside = max(self.beside, total - free - max(reserved, torch.cuda.memory_reserved(self.device)))
 
     def end(self) -> None:
         """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
@@ -85,21 +82,17 @@ class Measure(TrainerCallback):
         self.ranks.wait()
         if self.ranks.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.watcher.most = self.watcher.beside = 0
+        self.watcher.most = 0
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         own: dict[str, Any] = {"host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
         if self.ranks.cuda:
             torch.cuda.synchronize(self.device)
-            stats = torch.cuda.memory_stats(self.device)
             own |= {
                 "allocated_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
                 "taken_gib": self.watcher.most / GIB,
-                "beside_torch_gib": self.watcher.beside / GIB,
-                "retries": stats["num_alloc_retries"],
-                "short": stats["num_ooms"],
             }
         self.steps.append({"seconds": time.perf_counter() - self.start, **own})
         self.ranks.say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))
@@ -157,7 +150,7 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     model = model_size(kind, config, arguments.model)
-    capacity = capacity_of(gpu_named(arguments.machine), ranks_per_host=gpus)
+    capacity = capacity_of(gpu_named("h100"), ranks_per_host=gpus)  # where there is no GPU
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         free = arguments.gpu_memory or torch.cuda.mem_get_info(device)[1] / GIB
@@ -262,7 +255,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
     parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
-    parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
     smaller = "GiB: as on a smaller GPU, where torch's allocator has what the plan says that CUDA and NCCL leave of it"
     parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
@@ -272,8 +264,6 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and adds a row to the file."""
     arguments, gpus = read_arguments(), int(os.environ.get("WORLD_SIZE", "1"))
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_burst").setLevel(logging.INFO)
     if arguments.gpu_memory is not None:
         as_on_a_smaller_gpu(arguments.gpu_memory - outside_of_torch(gpus) / GIB)
     length, promise = promised(arguments, gpus)

@@ -18,8 +18,8 @@ What is measured, the slowest rank each time:
   plus one exchange. On GPUs also as CUDA graphs, between which the ranks exchange, as `generate(cuda_graphs=True)`
   plays them.
 * decoding: tokens a second of the whole model behind a document, as it is, by CUDA graphs, and with compiled layers.
-* questions: tokens a second of so many answers at once, as they are and by CUDA graphs; and the seconds in which each
-  call compares all weights with those that read the document, which are part of those to the first token.
+* questions: tokens a second of so many answers at once, as they are and by CUDA graphs. In the seconds to the first
+  token are those in which each call compares all weights with those that read the document.
 * alone: the same model in one process, by `model.generate`, with its keys on the GPU and on the host, at the longest
   of `--alone` that it holds.
 """
@@ -181,8 +181,7 @@ class Bench:
     def questions(self, length: int, counts: list[int]) -> Row:
         """Answers to so many questions at once, to one document."""
         document = hf_burst.remember(self.model, self.tokens(1, length))
-        compare = partial(document.check, self.model, self.group)
-        found: Row = {"bytes_of_keys": document.nbytes, "comparison_s": self.timed(compare, 5)}
+        found: Row = {"bytes_of_keys": document.nbytes}
         for count in counts:
             answer = partial(hf_burst.generate, self.model, self.tokens(count, QUESTION), document=document)
             for name in (str(count), f"{count} by CUDA graphs")[: 1 + self.ranks.cuda]:

@@ -11,9 +11,9 @@ On two CPU processes, to see that it works:
         --answers 4 --answer-length 8 --warm-length 4 --steps 1 --out outputs/grpo_cpu.json
 
 A rollout is one prompt with `--answers` answers, none of which ends early, and `--iterations` training steps on it. It
-is the same work for both contenders: hf_burst's processes share all rows, and TRL's have as many whole rows each, of
-which they train `--trl-rows` at a time. With one iteration TRL leaves out the old log-probabilities, which are then
-those of the training step.
+is the same work for both contenders: hf_burst's processes share all rows, and TRL's have as many whole rows each, which
+they train one at a time. With one iteration TRL leaves out the old log-probabilities, which are then those of the
+training step.
 
 The parts of a rollout add up: generation, log-probabilities of the old weights and of the reference (the adapters
 switched off), rewards, training (forward, backward, optimizer), and what is left (`rest`). Each is the slowest rank's.
@@ -156,19 +156,17 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def settings(arguments: argparse.Namespace, contender: str, folder: Path) -> Any:
-    """The settings of the trainer: all rows at once for hf_burst, and few of a rank's share for TRL."""
+    """The settings of the trainer: all rows at once for hf_burst, and one of a rank's share for TRL."""
     from trl import GRPOConfig
 
-    size, cpu = launched()[0], device_of(arguments) == "cpu"
-    ours = contender == "hf_burst"
-    rows = arguments.answers if ours else arguments.trl_rows
-    turns = 1 if ours else arguments.answers // (size * rows)
+    size, ours = launched()[0], contender == "hf_burst"
+    turns = 1 if ours else arguments.answers // size
     return GRPOConfig(
         output_dir=str(folder / "trainer"),
         parallelism_config=hf_burst.BurstParallelismConfig() if ours and size > 1 else None,
-        **quiet(cpu),
+        **quiet(on_cpu(arguments)),
         max_steps=arguments.iterations * (1 + arguments.steps),
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=arguments.answers if ours else 1,
         steps_per_generation=turns,
         gradient_accumulation_steps=turns,
         num_generations=arguments.answers,
@@ -194,7 +192,7 @@ def run(arguments: argparse.Namespace) -> None:
     ranks = Ranks(device.type, arguments.timeout)
     result = environment(ranks, arguments.commit, sys.argv[1:-6]) | json.loads(arguments.out.read_text())
     row = result["results"][-1]
-    longest, dtype = prompt + arguments.answer_length, getattr(torch, arguments.dtype)
+    longest, dtype = prompt + arguments.answer_length, torch.float32 if on_cpu(arguments) else torch.bfloat16
     model: Any = make_model(arguments.shape, longest, dtype, device, arguments.layers)
     model.config.use_cache = model.generation_config.use_cache = True
     if contender == "hf_burst":
@@ -302,9 +300,8 @@ def summary_table(rows: list[Row]) -> str:
     return table(["contender", "prompt", *PARTS, "s a rollout", "peak GiB"], cells)
 
 
-def device_of(arguments: argparse.Namespace) -> str:
-    available = "cuda" if torch.cuda.is_available() else "cpu"
-    return available if arguments.device == "auto" else str(arguments.device)
+def on_cpu(arguments: argparse.Namespace) -> bool:
+    return arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available())
 
 
 def read_arguments() -> argparse.Namespace:
@@ -320,15 +317,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=at_least(1), default=2, help="training steps on a rollout")
     parser.add_argument("--steps", type=at_least(1), default=2, help="rollouts that count")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--trl-rows", type=at_least(1), default=1, help="that TRL trains at a time on a rank")
     parser.add_argument("--trl-attention", default="sdpa", help="attn_implementation of TRL's model")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (bfloat16 on GPUs)")
     parser.add_argument("--attempt", nargs=3, help=argparse.SUPPRESS)  # contender, prompt, folder
     arguments = parser.parse_args()
-    arguments.dtype = arguments.dtype or ("float32" if device_of(arguments) == "cpu" else "bfloat16")
-    each = launched()[0] * arguments.trl_rows
-    if "trl" in arguments.contenders and arguments.answers % each:
-        parser.error(f"--answers is {arguments.answers}; TRL's processes train {each} rows at once: give a multiple")
+    if "trl" in arguments.contenders and arguments.answers % launched()[0]:
+        parser.error(f"--answers is {arguments.answers}; give a multiple of TRL's processes, which are {launched()[0]}")
     return arguments
 
 

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -64,6 +65,9 @@ def begin(arguments: argparse.Namespace, *told: str, device: str | None = None) 
     """Joins the processes, or those that a trainer joined on a `device`, and begins a result: where and with what it
     runs, and the options that it tells by name."""
     ranks = Ranks(arguments.device, arguments.timeout) if device is None else Ranks(device, 300.0)
+    if device is not None:  # hf_burst's choices are part of what is told
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("hf_burst").setLevel(logging.INFO)
     return ranks, environment(ranks, arguments.commit) | {name: getattr(arguments, name) for name in told}
 
 

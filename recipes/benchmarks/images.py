@@ -17,7 +17,6 @@ file `--out`. With `--profile`, one more step runs under torch's profiler; what 
 import argparse
 import gc
 import json
-import logging
 import os
 import statistics
 import sys
@@ -38,30 +37,30 @@ from recipes.benchmarks.fits import Measure, chosen_of, training_arguments
 from recipes.benchmarks.harness import begin, file_to_write, options_of, rows_in, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.step_profile import profiled, profiler_of
-from recipes.benchmarks.training_job import LORA, SHAPES, random_model
+from recipes.benchmarks.training_job import LORA, SHAPES, random_model, rope
 from recipes.benchmarks.training_limits import limits, parts_of_limits, seconds_of
 
 Batch = dict[str, torch.Tensor]
 # adapters of rank 16 on all linear layers of the language model, and of no tower
 TARGETS = r".*language_model.*\.(" + "|".join(LORA) + ")"
-_PATCHES = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16}
-_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-_MROPE = {
-    **{"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    **{"mrope_section": [11, 11, 10], "mrope_interleaved": True},
-}
+_SMALL_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_SIGLIP = {"model_type": "siglip_vision_model", "patch_size": 14}
+_MROPE = {**rope(1e7, 0.25)["rope_parameters"], "mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _IDS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": {
         "model_type": "qwen3_5",
         "text_config": {**shapes.SHAPES["qwen3.5-9b"], "rope_parameters": _MROPE},
-        "vision_config": {**_PATCHES, "out_hidden_size": 4096},
+        "vision_config": {"out_hidden_size": 4096},
         **_IDS,
     },
     "gemma-3-12b": {
         "model_type": "gemma3",
         "text_config": shapes.SHAPES["gemma-3-12b"],
-        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+        "vision_config": {
+            **{**_SIGLIP, "image_size": 896, "num_hidden_layers": 27, "num_attention_heads": 16},
+            **{"hidden_size": 1152, "intermediate_size": 4304},
+        },
         "mm_tokens_per_image": 256,
         "image_token_index": 3,
     },
@@ -71,18 +70,15 @@ MODELS: dict[str, dict[str, Any]] = {
             **SHAPES["tiny-hybrid"],
             "rope_parameters": {**_MROPE, "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
         },
-        "vision_config": {
-            **{**_PATCHES, "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2},
-            "out_hidden_size": 64,
-        },
+        "vision_config": _SMALL_TOWER,
         **_IDS,
     },
     "tiny-gemma": {
         "model_type": "gemma3",
         "text_config": {**SHAPES["tiny"], "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16},
         "vision_config": {
-            **{**_SIGLIP, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-            **{"intermediate_size": 48, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+            **{**_SIGLIP, "image_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"hidden_size": 32, "intermediate_size": 48},
         },
         "mm_tokens_per_image": 4,
         "image_token_index": 3,
@@ -259,8 +255,6 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Compares, trains, and writes a row."""
     arguments = read_arguments()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_burst").setLevel(logging.INFO)
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     args = training_arguments(arguments, gpus)
     args.liger_kernel_config = {"layer_norm": False, "fused_linear_cross_entropy": False, "cross_entropy": False}

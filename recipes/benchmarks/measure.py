@@ -276,8 +276,7 @@ def _storage(case: Case) -> dict[str, torch.Tensor]:
 
     def numbers(heads: int) -> torch.Tensor:
         share = max(case.tokens * heads, case.length * max(heads // case.ranks, 1))
-        size = case.batch * share * case.head_dim
-        return torch.randn(size, generator=generator, dtype=case.dtype, device=case.device)
+        return torch.randn(share * case.head_dim, generator=generator, dtype=case.dtype, device=case.device)
 
     heads = {"q": case.q_heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.q_heads}
     return {name: numbers(heads[name]) for name in _INPUTS}
@@ -286,7 +285,7 @@ def _storage(case: Case) -> dict[str, torch.Tensor]:
 def _placed(prepared: Prepared, storage: torch.Tensor, case: Case, queries: bool) -> torch.Tensor:
     """The stored numbers in the form of a contender."""
     heads = case.q_heads if queries else case.kv_heads
-    whole = torch.empty(case.batch, case.length, heads, case.head_dim, dtype=case.dtype, device="meta")
+    whole = torch.empty(1, case.length, heads, case.head_dim, dtype=case.dtype, device="meta")
     form = prepared.cut(whole)
     return storage.as_strided(form.shape, form.stride())
 
@@ -295,7 +294,7 @@ def _whole_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     """q, k, v and dout of the whole sequence, the same on all ranks."""
     generator = torch.Generator().manual_seed(_CHECK_SEED)
     heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
-    shapes = [(case.batch, case.length, count, case.head_dim) for count in heads]
+    shapes = [(1, case.length, count, case.head_dim) for count in heads]
     q, k, v, dout = (torch.randn(shape, generator=generator).to(case.device, case.dtype) for shape in shapes)
     return q, k, v, dout
 

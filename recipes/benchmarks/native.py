@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.plan import Mask
 from recipes.benchmarks.ranks import Ranks
 
@@ -26,7 +25,7 @@ class Native:
     """Causal attention of `(B, S, H, D)` tensors on one device, with autograd."""
 
     name: str  # as in `BurstConfig(kernel=...)`
-    attend: AttendMasked  # computes out from q, k, v and the mask of every row
+    attend: AttendMasked  # computes out from q, k, v of one row and its mask
 
 
 def choose_native(
@@ -41,12 +40,10 @@ def choose_native(
     Raises:
         ConfigError: If no kernel runs.
     """
-    refusals: list[str] = []
-    for name, load in _natives(ranks.device, head_dim, mask):
-        if requested not in ("auto", name):
-            continue
+    refusals, known = list[str](), dict(_natives(ranks.device, head_dim, mask))
+    for name in known if requested == "auto" else {requested} & known.keys():
 
-        def trial(load: Callable[[], AttendMasked] = load) -> AttendMasked:
+        def trial(load: Callable[[], AttendMasked] = known[name]) -> AttendMasked:
             attend = load()
             shape = (1, mask.length, 2, head_dim)
             q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
@@ -58,15 +55,10 @@ def choose_native(
         if attend is not None and failure is None:
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
-    if not refusals:
-        request = KernelRequest(ranks.device.type, dtype, head_dim, head_dim)
-        reason = dict(explain_kernels(request)).get(requested)
-        reason = reason or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
-        refusals = [f"{requested} {reason}"]
-    known = [name for name, _ in _natives(ranks.device, head_dim, mask)]
+    reason = "; ".join(refusals) or f"it is none of the limit's (--burst kernel={requested} sets hf_burst's alone)"
     raise ConfigError(
-        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
-        f"{'; '.join(refusals)}. Known here: {', '.join(known)}."
+        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: {reason}. "
+        f"Known here: {', '.join(known)}."
     )
 
 
@@ -136,7 +128,7 @@ def _flash(dense: Callable[..., Any], varlen: Callable[..., Any], no_window: int
         window = (no_window if mask.window is None else mask.window, no_window if mask.window is None else 0)
         if len(mask.documents) == 2:
             return _first(dense(q, k, v, causal=True, window_size=window))
-        bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+        bounds, longest = cu_seqlens(mask, q.device)
         flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
         lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return _first(varlen(*flat, **lengths, causal=True, window_size=window)).unflatten(0, q.shape[:2])
@@ -145,11 +137,10 @@ def _flash(dense: Callable[..., Any], varlen: Callable[..., Any], no_window: int
 
 
 @lru_cache(maxsize=16)
-def cu_seqlens(mask: Mask, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """The documents' boundaries in all rows, as flash kernels take them, and the tokens of the longest document."""
-    bounds = [row * mask.length + stop for row in range(batch) for stop in mask.documents[1:]]
+def cu_seqlens(mask: Mask, device: torch.device) -> tuple[torch.Tensor, int]:
+    """The documents' boundaries, as flash kernels take them, and the tokens of the longest document."""
     longest = max(stop - start for start, stop in pairwise(mask.documents))
-    return torch.tensor([0, *bounds], dtype=torch.int32, device=device), longest
+    return torch.tensor(mask.documents, dtype=torch.int32, device=device), longest
 
 
 def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -162,7 +153,7 @@ def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) 
     call = torch.ops.aten._flash_attention_forward
     if len(mask.documents) == 2:
         return _first(call(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **window))
-    bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+    bounds, longest = cu_seqlens(mask, q.device)
     flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
     out = _first(call(*flat, bounds, bounds, longest, longest, 0.0, True, False, **window))
     return out.unflatten(0, q.shape[:2])

@@ -95,8 +95,6 @@ def _ring_flash_attn_zigzag(case: Case) -> Prepared:
 
 def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_flash_attn: types.ModuleType) -> Prepared:
     """Every document is cut into 2P chunks, so its length is a multiple of 2P."""
-    if case.batch != 1:
-        raise ValueError("takes packed sequences only: --batch 1")
     bounds = case.mask.documents
     spans = [
         (start + half * (stop - start) // (2 * case.ranks), start + (half + 1) * (stop - start) // (2 * case.ranks))
@@ -118,31 +116,16 @@ def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_fl
 def _ring_flash_attn_llama3(case: Case) -> Prepared:
     group = _group(case)
     ring_flash_attn = _import_ring_flash_attn()
-    if case.batch != 1:
-        raise ValueError("takes packed sequences only: --batch 1")
     bounds = torch.tensor(case.mask.documents, dtype=torch.int32, device=case.device)
-    window = (-1, -1) if case.window is None else (case.window, 0)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice = (
-        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
-    )
-    stride = next(count for count in (4, 3, 2, 1) if case.kv_heads % count == 0)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+    parts = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
+    options = dict(zip(names, parts, strict=True)) | {"causal": True, "group": group}
+    options["heads_k_stride"] = next(count for count in (4, 3, 2, 1) if case.kv_heads % count == 0)
+    options["window_size"] = (-1, -1) if case.window is None else (case.window, 0)
     layout = case.layout("contiguous")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_flash_attn.llama3_flash_attn_varlen_func(
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            heads_k_stride=stride,
-            local_k_slice=local_k_slice,
-            causal=True,
-            window_size=window,
-            group=group,
-        )
+        return ring_flash_attn.llama3_flash_attn_varlen_func(q=q, k=k, v=v, **options)
 
     return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0))
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_burst.version import __version__
+
 if TYPE_CHECKING:
     from recipes.benchmarks.ranks import Ranks
 
@@ -29,15 +31,25 @@ _PACKAGES = (
 def environment(ranks: "Ranks", commit: str | None, command: Sequence[str] = ()) -> dict[str, Any]:
     """The beginning of a result: command (this process's by default), commit, hardware and versions. All ranks call it
     together."""
-    import hf_burst
-
     hosts = len(set(ranks.gather(socket.gethostname())))
     return {
         "schema": SCHEMA_VERSION,
         "command": " ".join([Path(sys.argv[0]).name, *(command or sys.argv[1:])]),
         "git_commit": commit or git_commit(Path(__file__).parent),
         "hardware": hardware(ranks.device, ranks.size, hosts),
-        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=ranks.cuda)},
+        "versions": versions(ranks.cuda),
+    }
+
+
+def made_by(processes: int) -> dict[str, Any]:
+    """What a result of a recipe was made by: command, commit, processes, device and versions."""
+    cuda = torch.cuda.is_available()
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_commit": git_commit(Path(__file__).parent),
+        "processes": processes,
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
+        "versions": versions(cuda),
     }
 
 
@@ -51,8 +63,8 @@ def hardware(device: torch.device, ranks: int, hosts: int) -> dict[str, Any]:
 
 
 def versions(cuda: bool) -> dict[str, str]:
-    """Versions of Python, torch, its libraries for GPUs, and of installed packages that matter."""
-    known = {"python": platform.python_version(), "torch": torch.__version__}
+    """Versions of hf_burst, Python, torch, its libraries for GPUs, and of installed packages that matter."""
+    known = {"hf_burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             known[name] = version(name)

@@ -248,16 +248,18 @@ def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) ->
     return Run(run, leaves, torch.randn_like(leaves[2]))
 
 
+PARTS = {"mixer": mixer_run, "rule": rule_run}
+
+
 def measure(
     arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender], part: str, tokens: int
 ) -> list[dict[str, Any]]:
     """Times all contenders of a part of the layer, in turns."""
-    make = {"mixer": mixer_run, "rule": rule_run}[part]
 
     def prepare(contender: Contender, group: dist.ProcessGroup | None) -> Run:
-        return make(arguments, _case(arguments, ranks, tokens, group), contender)
+        return PARTS[part](arguments, _case(arguments, ranks, tokens, group), contender)
 
-    effort = Effort(0, (arguments.rounds, arguments.rounds), 0.0, 1.0, arguments.in_a_row)
+    effort = Effort(0, (arguments.rounds, arguments.rounds), 0.0, 1.0, in_a_row=4)
     results = measure_runs([Measured(contender, partial(prepare, contender)) for contender in every], ranks, effort)
     for measured in results:
         measured.contender.failure = measured.reason
@@ -286,7 +288,6 @@ def _rows(finished: Sequence[Measured], ranks: Ranks, part: str, tokens: int) ->
 def main() -> int:
     parser = options_of(__doc__)
     parser.add_argument("--tokens", type=at_least(1), nargs="+", default=[8192, 32768, 131072], help="of a rank")
-    parser.add_argument("--parts", nargs="+", choices=("mixer", "rule"), default=["mixer", "rule"])
     parser.add_argument("--hidden", type=at_least(1), default=5120)
     parser.add_argument("--key-heads", type=at_least(1), default=16)
     parser.add_argument("--value-heads", type=at_least(1), default=48)
@@ -294,7 +295,6 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--check-tokens", type=at_least(1), default=1024, help="of a rank, where results are compared")
     parser.add_argument("--rounds", type=at_least(1), default=10)
-    parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
     arguments = parser.parse_args()
     ranks, result = begin(arguments)
@@ -310,7 +310,7 @@ def main() -> int:
         result["checks"].append(checked)
         tell()
     for tokens in arguments.tokens:
-        for part in arguments.parts:
+        for part in PARTS:
             running = [contender for contender in every if not contender.failure]
             result["results"] += measure(arguments, ranks, running, part, tokens)
             tell()

@@ -36,7 +36,7 @@ case ${1:?one of the parts of this file} in
     windows) attention windows --kv-heads 8 32 --window 4095 --lengths 131072 262144 ;;
     steps_32k) steps 32k --lengths 32768 "${few[@]}" --contenders "hf_burst, attention saved" "${others[@]}" ;;
     steps_128k) steps 128k --lengths 131072 "${few[@]}" --contenders "hf_burst, attention saved" "${others[@]}" ;;
-    steps_again) steps again --lengths 32768 "${few[@]}" --contenders "hf_burst, attention recomputed" "hf_burst, attention saved" \
+    steps_again) steps again --lengths 32768 "${few[@]}" --hf-burst attention_keep=0.0 --contenders "hf_burst, attention saved" \
         "accelerate context parallelism, cuDNN" ;;
     reach_1m) steps 1m "${once[@]}" --lengths 1048576 --contenders "hf_burst, chosen" ;;
     reach_2m) steps 2m "${once[@]}" --lengths 2097152 --layers 6 --contenders "hf_burst, chosen" ;;

@@ -11,8 +11,8 @@ The step is that of training.py's "hf_burst" contender, with settings of BurstCo
 is `hf_burst.remember`, as in generation.py, and with `--attention` three forward passes of attention in a row and their
 backward passes, as in attention.py. After three steps one more runs under torch's profiler on the first rank. What is
 written, of that rank: the seconds of the step; those in which a kernel of a group ran, by group; those in which only
-messages or copies ran, and in which nothing did; the longest of these gaps; and the operations that took longest, by
-the shapes of their inputs. The profiler makes steps some percent longer.
+messages or copies ran, and in which nothing did; and the operations that took longest, by the shapes of their inputs.
+The profiler makes steps some percent longer.
 """
 
 import argparse
@@ -72,18 +72,6 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def gaps(kernels: list[tuple[str, Span]]) -> list[dict[str, Any]]:
-    """The longest times in which nothing but messages and copies ran, and the kernels before and behind them."""
-    computing = sorted((span, name) for name, span in kernels if group_of(name) not in WAITING)
-    found, (end, before) = list[dict[str, Any]](), (computing[0][0][0], "") if computing else (0.0, "")
-    for (start, stop), name in computing:
-        if start > end:
-            found.append({"seconds": start - end, "before": before[:100], "behind": name[:100]})
-        if stop > end:
-            end, before = stop, name
-    return sorted(found, key=lambda gap: -gap["seconds"])[:60]
-
-
 def kernels_of(profiler: profile) -> list[tuple[str, Span]]:
     """The name of each kernel and copy, and when it ran, in seconds."""
     results: Any = profiler.profiler
@@ -134,8 +122,7 @@ def profiler_of(ranks: Ranks) -> profile:
 
 def profiled(profiler: profile, seconds: float) -> dict[str, Any]:
     """All that is written of a step that took so many seconds."""
-    kernels = kernels_of(profiler)
-    return {**summary(kernels, seconds), "operations": operations(profiler), "gaps": gaps(kernels)}
+    return {**summary(kernels_of(profiler), seconds), "operations": operations(profiler)}
 
 
 Steps = tuple[Callable[[], Any], Callable[[], Any]]  # makes one; the settings that were chosen
@@ -178,7 +165,6 @@ def attending(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Steps]:
         q_heads=_HEADS,
         kv_heads=arguments.kv_heads,
         head_dim=_HEAD_SIZE,
-        batch=1,
         dtype=dtype,
         device=ranks.device,
         rank=ranks.rank,

@@ -9,9 +9,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
-from recipes.benchmarks.harness import Row
+from recipes.benchmarks.harness import Row, table
 from recipes.benchmarks.training_job import Job
 
 Loss = Callable[[Job], torch.Tensor]
@@ -76,7 +75,6 @@ def measure(
     warmup: int,
     tokens: torch.Tensor,
     checked: int | None = None,
-    between: Callable[[Job], None] = lambda job: None,
 ) -> Iterator[dict[str, Row]]:
     """Compares the losses and gradient norms of all contenders on the first `checked` tokens of a sequence of shape
     `(1, length)`, and has them take turns, a step each: `rounds` that count, behind `warmup`.
@@ -86,14 +84,11 @@ def measure(
     """
     job.tokens, rows = tokens[:, :checked], dict[str, Row]()
     for name, way in ways.items():
-        graphs = compiled_graphs()
         check, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "status": "failed" if reason else "ok", "reason": reason}
         rows[name] |= {"check": check and check | {"length": job.tokens.shape[1]}, "steps": [], "chosen": {}}
-        rows[name]["compiled_graphs"] = compiled_graphs() - graphs
         job.ranks.say(f"{tokens.shape[1]} tokens, {name}: {reason or check}")
         job.optimizer.zero_grad()
-        between(job)
     job.tokens = tokens
     yield rows
     running = [name for name, row in rows.items() if row["status"] == "ok"]
@@ -109,14 +104,8 @@ def measure(
                 job.optimizer.zero_grad()
             elif index >= warmup:
                 rows[name]["steps"].append(timed)
-            between(job)
             yield rows
         job.ranks.say(f"{tokens.shape[1]} tokens, round {index + 1} of {warmup + rounds}")
-
-
-def compiled_graphs() -> int:
-    """The number of graphs that torch.compile has made in this process."""
-    return int(counters["stats"]["unique_graphs"])
 
 
 def with_medians(rows: Mapping[str, Row]) -> list[Row]:
@@ -134,3 +123,16 @@ def with_medians(rows: Mapping[str, Row]) -> list[Row]:
         }
 
     return [row | measured(name, row) if name in medians else row for name, row in rows.items()]
+
+
+def summary_table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    cells = []
+    for row in rows:
+        found = [row.get("length", ""), row["contender"], row["reason"]]
+        if "median_s" in row:
+            host, share = row["host_memory_gib"], row.get("share_of_limit")
+            found[2:] = [f"{row['median_s']:.3f}", f"{row['peak_memory_gib']:.1f}"]
+            found += ["" if host is None else f"{host:.1f}", "" if share is None else f"{share:.1%}"]
+        cells.append(found)
+    return table(["tokens", "contender", "s a step", "GiB", "of the host", "share of its limit"], cells)

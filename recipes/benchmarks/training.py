@@ -7,7 +7,6 @@ train one model in turns, a step each, so that they share weights, optimizer and
 """
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -19,68 +18,29 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
-from recipes.benchmarks.harness import Row, at_least, begin, options_of, table, write
-from recipes.benchmarks.steps import measure, with_medians
+from recipes.benchmarks.harness import Row, at_least, begin, options_of, setting, write
+from recipes.benchmarks.steps import measure, summary_table, with_medians
 from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, read_settings
-from recipes.benchmarks.training_job import Job, add_training, make_job, random_tokens
-from recipes.benchmarks.training_limits import attentions_of, flops, limits, native_of, parts_of_limits
+from recipes.benchmarks.training_job import add_training, make_job, random_tokens
+from recipes.benchmarks.training_limits import attentions_of, limits, native_of, parts_of_limits
 
 KNOWN = CONTENDERS | NAMED
 
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
-
-def give_back(job: Job) -> None:
-    """Gives the page-locked memory that nobody uses any more back to the host, that of hf_burst too."""
-    job.home = None
-    gc.collect()
-    if job.ranks.cuda:
-        torch.cuda.synchronize()
-        torch._C._host_emptyCache()
-
-
-def summary(
-    rows: dict[str, Row], length: int, work: float | None, limits: dict[str, float], arguments: argparse.Namespace
-) -> list[Row]:
-    """The rows of a length with their settings, medians, rates and shares of their limits."""
-    ranks, peak = launched()[0], PEAK.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+def summary(rows: dict[str, Row], length: int, limits: dict[str, float], arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a length with their settings, medians and shares of their limits."""
     found = []
     for row in with_medians(rows):
         contender = arguments.contenders[row["contender"]]
         settings = None if contender.settings is None else {**contender.settings, **row["chosen"]}
         row = {"contender": row["contender"], "length": length, **row, "settings": settings}
         if "median_s" in row:
-            median, limit = row["median_s"], limits.get(contender.limit)
-            row |= {
-                "tokens_per_second_and_gpu": length / median / ranks,
-                "mfu": work / median / ranks / peak if peak and work else None,
-                "share_of_limit": limit and limit / median,
-            }
-            if len(arguments.contenders) > 1 and not arguments.give_back:
+            limit = limits.get(contender.limit)
+            row["share_of_limit"] = limit and limit / row["median_s"]
+            if len(arguments.contenders) > 1:
                 row["host_memory_gib"] = None  # torch holds that of other contenders, too
         found.append(row)
     return found
-
-
-def summary_table(rows: list[Row]) -> str:
-    """The result as Markdown."""
-    cells = []
-    for row in rows:
-        found = [row["length"], row["contender"], row["reason"]]
-        if "median_s" in row:
-            mfu, share = ("" if value is None else f"{value:.1%}" for value in (row["mfu"], row["share_of_limit"]))
-            host = "" if row["host_memory_gib"] is None else f"{row['host_memory_gib']:.1f}"
-            found[2:] = [f"{row['median_s']:.3f}", mfu, f"{row['peak_memory_gib']:.1f}", host, share]
-        cells.append(found)
-    return table(["tokens", "contender", "s a step", "MFU", "GiB", "of the host", "share of its limit"], cells)
-
-
-def longest(text: str) -> tuple[str, int]:
-    """Reads a contender and a length from the command line."""
-    name, _, tokens = text.rpartition("=")
-    if name not in KNOWN or not tokens.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
-    return name, int(tokens)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -92,15 +52,13 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
     burst = "one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0"
     parser.add_argument("--hf-burst", type=read_settings, action="append", default=[], help=burst)
-    parser.add_argument("--longest", type=longest, nargs="+", default=[], help="NAME=TOKENS: none of longer sequences")
+    parser.add_argument("--longest", type=setting, nargs="+", default=[], help="NAME=TOKENS: none of longer sequences")
     parser.add_argument(
         "--rounds", type=at_least(1), nargs="+", default=[5], help="timed steps; one number, or one a length"
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
-    given = "page-locked memory is given back after each step, where the host has too little for all contenders"
-    parser.add_argument("--give-back", action="store_true", help=given)
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
@@ -120,6 +78,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             if contender.hybrids in (None, hybrid) and contender.several in (None, size > 1)
         ]
     arguments.contenders = {name: KNOWN[name] for name in arguments.contenders} | dict(arguments.hf_burst)
+    if wrong := [name for name, most in arguments.longest if name not in KNOWN or not isinstance(most, int)]:
+        parser.error(f"--longest: {wrong[0]!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
     count, arguments.lengths = len(arguments.rounds), sorted(arguments.lengths)
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")
@@ -151,11 +111,10 @@ def main() -> int:
     kernels = dict.fromkeys(native_of(kind, job.base.dtype, ranks).name for kind in kinds)
     result |= {
         "lora": lora,
-        "adapters": "hf_burst" if lora and not arguments.compile else None,  # who computes them in its rows
+        "adapters": "hf_burst" if lora else None,  # who computes them in its rows
         "four_bits": arguments.weights == "qlora",
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
-        "compiled": arguments.compile,
         "kernel": ", ".join(kernels),
         "parts_of_limits": {},
         "limits": {},
@@ -167,14 +126,11 @@ def main() -> int:
             parts = parts_of_limits(job.base.model, ranks, length, lora)
             bounds = limits(parts)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, bounds
-        uncounted = arguments.document or job.base.config.to_dict().get("sliding_window")
-        before, work = result["results"], None if uncounted else flops(job, length, lora)
-        most = dict(arguments.longest)
+        before, most = result["results"], dict(arguments.longest)
         ways = {name: one.way for name, one in arguments.contenders.items() if length <= most.get(name, length)}
-        between = give_back if arguments.give_back else lambda job: None
         tokens = random_tokens(length, job.base, ranks.device)
-        for rows in measure(job, ways, count, arguments.warmup, tokens, arguments.check_length, between):
-            result["results"] = [*before, *summary(rows, length, work, bounds, arguments)]
+        for rows in measure(job, ways, count, arguments.warmup, tokens, arguments.check_length):
+            result["results"] = [*before, *summary(rows, length, bounds, arguments)]
             write(arguments.out, result, ranks)
     ranks.say(json.dumps(result["parts_of_limits"]))
     ranks.say(summary_table(result["results"]))

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from importlib import import_module
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 import hf_burst
@@ -62,8 +63,8 @@ def burst(job: Job, settings: Mapping[str, Any], compute: Loss = of_the_batch) -
 
 
 @contextmanager
-def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
-    """Enters torch's context parallelism as accelerate does, with its hooks and Liger's fused loss."""
+def stock(job: Job) -> Iterator[Loss]:
+    """Enters torch's context parallelism as accelerate does, with its hooks, cuDNN's kernels and Liger's fused loss."""
     if not job.ranks.cuda:
         raise ConfigError("context_parallel knows CUDA kernels only")
     from accelerate.big_modeling import _attach_context_parallel_hooks
@@ -78,7 +79,7 @@ def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
         inside.enter_context(context_parallel(job.mesh, buffers=buffers, buffer_seq_dims=[1] * 3))
         return shard_loss(job, *buffers)
 
-    with hooks_removed(job.base), on_cudnn(job, kernel), fused_loss(job), ExitStack() as inside:
+    with hooks_removed(job.base), sdpa_kernel(SDPBackend.CUDNN_ATTENTION), fused_loss(job), ExitStack() as inside:
         _attach_context_parallel_hooks(job.base)
         yield loss
 
@@ -96,7 +97,7 @@ def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
         return shard_loss(job, *(whole.chunk(job.ranks.size, 1)[job.ranks.rank] for whole in whole_batch(job)))
 
     try:
-        with fused_loss(job), on_cudnn(job, kernel):
+        with fused_loss(job):
             yield loss
     finally:
         ALL_ATTENTION_FUNCTIONS[kernel] = plain
@@ -122,18 +123,16 @@ def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any
 
 
 @contextmanager
-def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
-    """Sets up ringmaster around an attention of Transformers, with its own shards and Liger's fused loss.
-
-    It chooses how to share the sequence, unless the settings do.
-    """
+def axolotl(job: Job, kernel: str) -> Iterator[Loss]:
+    """Sets up ringmaster around an attention of Transformers, with its own shards and Liger's fused loss. How to share
+    the sequence is its choice."""
     import ringmaster
     from ringmaster.recurrent import wire_gated_delta
     from ringmaster.shard import shard_batch
 
     job.base.set_attn_implementation(kernel)  # loads the kernel
     runtime = ringmaster.setup(
-        ringmaster.RingmasterConfig(size=job.ranks.size, **settings),
+        ringmaster.RingmasterConfig(size=job.ranks.size),
         num_kv_heads=job.base.config.num_key_value_heads,
         device_mesh=job.mesh,
         device_type=job.ranks.device.type,
@@ -149,20 +148,13 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         return shard_loss(job, own["input_ids"], own["shift_labels"], own["position_ids"])
 
     try:
-        with fused_loss(job), on_cudnn(job, kernel):
+        with fused_loss(job):
             yield loss
     finally:
         if undo is not None:
             undo()
         ringmaster.teardown()
         job.base.set_attn_implementation("sdpa")  # others would find the attention of a runtime that is gone
-
-
-def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
-    """Chooses cuDNN's kernels for torch's attention on GPUs."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.ranks.cuda and kernel == "sdpa" else nullcontext()
 
 
 @contextmanager
@@ -200,13 +192,11 @@ def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: tor
 
 
 @contextmanager
-def kept_otherwise(job: Job, way: Way, offload: bool) -> Iterator[Loss]:
-    """Trains in another way, without checkpoints, or with those whose inputs Transformers keeps on the host."""
-    if offload and not job.ranks.cuda:
+def offloaded(job: Job, way: Way) -> Iterator[Loss]:
+    """Trains in another way, with checkpoints whose inputs Transformers keeps on the host."""
+    if not job.ranks.cuda:
         raise ConfigError("Transformers' offloading needs a GPU")
-    job.base.gradient_checkpointing_disable()
-    if offload:
-        job.base.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
+    job.base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     try:
         with way(job) as loss:
             yield loss
@@ -232,26 +222,18 @@ def leave_adapters_to_peft(model: PreTrainedModel) -> None:
 def plain(
     job: Job,
     kernel: str = "flash_attention_4",  # a name of Transformers
-    fused: bool = False,  # whether the loss is Liger's, which holds few logits at a time
     tiled: bool = False,  # whether MLPs run in Liger's tiles
-    offloaded: str = "",  # who offloads what is kept: nobody, `"transformers"` or `"trl"`
-    cudnn: bool = True,  # whether torch's attention is cuDNN's; else torch chooses
+    by_trl: bool = False,  # whether TRL offloads what is kept
 ) -> Iterator[Loss]:
-    """Trains with an attention of Transformers, with checkpoints."""
-    if (tiled or offloaded) and not job.ranks.cuda:
+    """Trains with an attention of Transformers, with checkpoints and Liger's loss, which holds few logits at a time."""
+    if tiled and not job.ranks.cuda:
         raise ConfigError("Liger's tiles and offloading need a GPU")
     job.base.set_attn_implementation(kernel)
     with ExitStack() as stack:
-        if cudnn:
-            stack.enter_context(on_cudnn(job, kernel))
-        if fused:
-            stack.enter_context(fused_loss(job))
+        stack.enter_context(fused_loss(job))
         if tiled:
             stack.enter_context(tiled_mlps(job))
-        if offloaded == "transformers":
-            job.base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-            stack.callback(checkpoint_layers, job.base)
-        if offloaded == "trl":
+        if by_trl:
             from accelerate import PartialState
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -303,10 +285,10 @@ class Contender:
     settings: Mapping[str, Any] | None = None  # those of hf_burst
 
 
-def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
+def by_settings(settings: Mapping[str, Any]) -> Contender:
     """hf_burst with settings as [`config_of`] takes them."""
     limit = LIMITS[settings.get("attention_keep", 1.0)]
-    return Contender(partial(burst, settings=settings), limit, hybrids, None, settings)
+    return Contender(partial(burst, settings=settings), limit, None, None, settings)
 
 
 def read_settings(text: str) -> tuple[str, Contender]:
@@ -325,41 +307,22 @@ def read_settings(text: str) -> tuple[str, Contender]:
 
 BY_PEFT = "hf_burst, chosen, peft's adapters"
 CHOSEN = {"memory": "auto"}
-CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
-RINGMASTER = partial(axolotl, kernel="flash_attention_4")
-ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
-LIGER = partial(plain, fused=True)
-SAVED = partial(kept_otherwise, offload=False)
-OFFLOADED = partial(kept_otherwise, offload=True)
+ULYSSES = partial(deepspeed, kernel="flash_attention_4")
 alone = partial(Contender, hybrids=None, several=False)
 CONTENDERS = {
     "hf_burst, attention saved": by_settings({}),
-    "hf_burst, half of it saved": by_settings({"attention_keep": 0.5}, False),
-    "hf_burst, attention recomputed": by_settings({"attention_keep": 0.0}, False),
-    "accelerate context parallelism": Contender(stock),
-    "accelerate context parallelism, cuDNN": Contender(CUDNN),
-    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
-    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
-    "ringmaster, flash-attn 4": Contender(RINGMASTER, hybrids=None),
-    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
-    "hf_burst, everything saved": Contender(
-        partial(SAVED, way=partial(burst, settings={})), "nothing recomputed", several=None, settings={}
-    ),
-    "accelerate context parallelism, cuDNN, everything saved": Contender(
-        partial(SAVED, way=CUDNN), "nothing recomputed"
-    ),
-    "DeepSpeed Ulysses, flash-attn 4, everything saved": Contender(partial(SAVED, way=FLASH_4), "nothing recomputed"),
-    "Transformers, cuDNN": alone(partial(plain, kernel="sdpa")),
-    "Transformers, Liger's loss": alone(LIGER),
-    "Transformers' offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="transformers")),
-    "TRL's offloading, Liger's loss and tiles": alone(partial(LIGER, tiled=True, offloaded="trl")),
+    "accelerate context parallelism, cuDNN": Contender(stock),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(ULYSSES),
+    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
+    "Transformers, Liger's loss": alone(plain),
+    "Transformers' offloading, Liger's loss and tiles": alone(partial(offloaded, way=partial(plain, tiled=True))),
+    "TRL's offloading, Liger's loss and tiles": alone(partial(plain, tiled=True, by_trl=True)),
 }
 # run if they are named
 NAMED = {
     "hf_burst, chosen": by_settings(CHOSEN),
     BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
-    "accelerate context parallelism, cuDNN, offloaded": Contender(partial(OFFLOADED, way=CUDNN)),
-    "DeepSpeed Ulysses, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=FLASH_4)),
-    "ringmaster, flash-attn 4, offloaded": Contender(partial(OFFLOADED, way=RINGMASTER), hybrids=None),
-    "Transformers, sdpa, Liger's loss": alone(partial(LIGER, kernel="sdpa", cudnn=False)),
+    "accelerate context parallelism, cuDNN, offloaded": Contender(partial(offloaded, way=stock)),
+    "DeepSpeed Ulysses, flash-attn 4, offloaded": Contender(partial(offloaded, way=ULYSSES)),
+    "Transformers, sdpa, Liger's loss": alone(partial(plain, kernel="sdpa")),
 }

@@ -40,28 +40,18 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-GEMMA_4 = {  # five layers with a window to one without, whose heads are larger
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 32,
-}
 # three layers of gated DeltaNet to one of attention, with the heads of Qwen3.6-27B and the widths of Qwen3-8B
 HYBRID = {**shapes.SHAPES["qwen3.6-27b"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {**shapes.SHAPES["llama-3-8b"], **rope(5e5)},
     "llama-1b": {**shapes.SHAPES["llama-3.2-1b"], **rope(5e5)},
     "qwen3-8b": {**shapes.SHAPES["qwen3-8b"], **rope(1e6)},
-    "qwen3-14b": {**shapes.SHAPES["qwen3-14b"], **rope(1e6)},
     "gemma-4-12b": {**shapes.SHAPES["gemma-4-12b"], "model_type": "gemma4_text"},  # the type that Liger knows
     "qwen3.5-hybrid": {**HYBRID, "num_hidden_layers": 32, **rope(1e7, 0.25)},
     "tiny-hybrid": {
         **{**TINY, **LINEAR, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16},
         **rope(1e4, 0.25),
     },
-    "tiny-gemma-4": {**TINY, **GEMMA_4, "model_type": "gemma4_text", "num_hidden_layers": 6},
     "tiny": {**TINY, **rope(1e4)},
     "tiny-tied": {**TINY, **rope(1e4), "tie_word_embeddings": True},
 }
@@ -142,7 +132,6 @@ def add_training(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> No
     quantised = "the same of weights in 4 bits, on one GPU"
     parser.add_argument("--qlora", dest="weights", action="store_const", const="qlora", help=quantised)
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
-    parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -183,10 +172,6 @@ def make_job(arguments: argparse.Namespace, longest: int, ranks: Ranks) -> Job:
             adapter.data = adapter.data.to(base.model.norm.weight.dtype)
         base.enable_input_require_grads()
     checkpoint_layers(base)
-    if arguments.compile:
-        torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
-        for index, layer in enumerate(base.model.layers):
-            base.model.layers[index] = torch.compile(layer)
     mesh = None
     if ranks.size > 1:
         mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan import Mask
 from hf_burst.recurrent import fla_compared, fla_convolution
 from recipes.benchmarks.native import Native, choose_native
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_job import Job
 
 # the names of limits by `Memory.attention_keep`
 LIMITS = {
@@ -226,12 +224,3 @@ def seconds_of(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2,
     if not once and mean < at_least:
         mean = ranks.time(function, max(3, math.ceil(at_least / mean)))
     return ranks.largest([mean])[0]
-
-
-def flops(job: Job, length: int, lora: bool) -> float:
-    """Floating point operations of a step on one document that computes nothing twice, as `hf-burst plan` counts them:
-    a weight that is frozen takes 4 a token and not 6."""
-    size = model_size(type(job.base), job.base.config)
-    attending = len(job.base.model.layers) - len(mixers_of(job.base.model))
-    adapters = 4 * (job.base.num_parameters() - size.weights)  # of each 4 operations, as of a frozen weight
-    return size.flops(length, attending * length * (length + 1) / 2, trained=float(not lora)) + adapters * length

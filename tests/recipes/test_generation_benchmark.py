@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.benchmarks import generation
+from recipes.benchmarks import generation, training_job
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_limits import Attention
+from tests.recipes.test_benchmarks import TINY_GEMMA_4
 from tests.support import scripts
 from tests.support.ranks import RankPool
 
@@ -50,6 +51,7 @@ def test_the_benchmark_of_generation(ranks: Callable[[int], RankPool], tmp_path:
 
 def test_layers_of_several_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts each layer by its own heads and window; the attention of a token is that of all tokens."""
+    monkeypatch.setitem(training_job.SHAPES, "tiny-gemma-4", TINY_GEMMA_4)
     lengths: dict[str, list[int]] = {name: [] for name in ("prompts", "decode", "alone")}
     model = {"shape": "tiny-gemma-4", "layers": None, "dtype": "float32", "liger": False}
     options = argparse.Namespace(**lengths, **model, memory=128, bandwidth=3.0)

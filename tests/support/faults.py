@@ -350,14 +350,13 @@ def main() -> int:
     arguments = parser.parse_args()
     import torch
 
-    import hf_burst
     from recipes.benchmarks.provenance import git_commit, hardware, versions
     from tests.support.hosts import refusal
 
     refused = refusal()
     result: dict[str, Any] = {"schema": 1, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     result |= {"git_commit": git_commit(ROOT), "hardware": hardware(torch.device("cpu"), 2, 1)}
-    result |= {"versions": {"hf_burst": hf_burst.__version__, **versions(cuda=False)}, "time_limit_s": LIMIT}
+    result |= {"versions": versions(cuda=False), "time_limit_s": LIMIT}
     with TemporaryDirectory() as temporary:
         folder, whole = Path(temporary), Job(Path(temporary) / "whole")
         undisturbed = whole.run(Fault())

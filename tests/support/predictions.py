@@ -44,9 +44,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 # contenders of results that do not tell their settings, or whose way is none of them
 NAMED: dict[str, dict[str, Any]] = {
     "hf_burst, attention saved": {},
-    "hf_burst, half of it saved": {"attention_keep": 0.5},
-    "hf_burst, attention recomputed": {"attention_keep": 0.0},
-    "hf_burst, everything saved": {"checkpointing": False},
 }
 BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
 
@@ -66,7 +63,6 @@ class Step:
     predicted_seconds: float
     gib: float
     predicted_gib: float
-    compiled: bool = False
     by_peft: bool = False  # whether peft computed adapters, in passes and products that are spared since
 
     @property
@@ -103,7 +99,7 @@ def measured_steps() -> Iterator[Step]:
     for file in sorted(RESULTS.glob("beginnings_*.json")):
         result = json.loads(file.read_text())
         for row in result["results"]:
-            if "median_s" in row and row["contender"] != "rows, one by one":  # several passes
+            if "median_s" in row:
                 yield _beginnings_step(file.stem, result, row)
 
 
@@ -187,9 +183,8 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
         state = 2 * config_of(result["shape"]).hidden_size * row["length"] / hardware["ranks"] / GIB
         predicted["peak_memory_gib"] += MORE_INPUTS.get(file, 0) * state
     adapters = ", QLoRA" if result.get("four_bits") else ", LoRA"
-    compiled, plain = bool(result.get("compiled")), not result.get("liger")
-    notes = {"packed documents": result.get("document"), "compiled": compiled, "without Liger": plain}
-    notes["first step"] = first
+    plain = not result.get("liger")
+    notes = {"packed documents": result.get("document"), "without Liger": plain, "first step": first}
     kind = "hybrid" if "hybrid" in result["shape"] else "adapters" if result["lora"] else "all weights"
     return Step(
         file=file,
@@ -205,7 +200,6 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
         predicted_seconds=predicted["seconds"],
         gib=row["peak_memory_gib"],
         predicted_gib=predicted["peak_memory_gib"],
-        compiled=compiled,
         by_peft=result["lora"] and result.get("adapters") != "hf_burst",
     )
 
@@ -299,7 +293,7 @@ def summary(steps: list[Step]) -> str:
     for kind in dict.fromkeys(step.kind for step in steps):
         own = [step for step in steps if step.kind == kind]
         times = [step.time_error for step in own if not step.by_peft]
-        memory = [step.memory_error for step in own if not step.compiled]
+        memory = [step.memory_error for step in own]
         cells = [
             f"{statistics.median(map(abs, errors)):.0%} | {max(errors, key=abs):+.0%}" for errors in (times, memory)
         ]

@@ -19,7 +19,6 @@ from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
 
-import hf_burst
 from recipes.benchmarks.provenance import git_commit, hardware, versions
 
 VOCABULARY, POSITIONS = 320, 512
@@ -151,5 +150,5 @@ def machine(size: int, commit: str | None) -> dict[str, Any]:
     return {
         "git_commit": commit or git_commit(Path(__file__).parent),
         "hardware": hardware(device, size, 1),
-        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=device.type == "cuda")},
+        "versions": versions(cuda=device.type == "cuda"),
     }
