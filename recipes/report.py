@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
-from trl import DPOTrainer
+from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
 
+FEW = 10  # optimizer steps
 MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
 
 
@@ -114,11 +115,17 @@ class Evaluations(TrainerCallback):
 
 
 class FewSteps(TrainerCallback):
-    """Says that a training takes so few steps that none is saved on the way."""
+    """Says that a training takes few steps where accumulation makes them few, and that none is saved on the way."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the line, on one process."""
-        every, goes_on = state.save_steps, state.is_world_process_zero and state.global_step < state.max_steps
+        """Writes the lines, on one process."""
+        batches, every = args.gradient_accumulation_steps, state.save_steps
+        if not state.is_world_process_zero:
+            return
+        if args.max_steps <= 0 and state.max_steps < FEW and batches > 1:
+            steps = f"{state.max_steps} step{'s' * (state.max_steps > 1)} of up to {batches} batches each"
+            tqdm.write(f"The whole training has {steps}; gradient_accumulation_steps: 1 makes more steps of them.")
+        goes_on = state.global_step < state.max_steps
         if args.save_strategy == SaveStrategy.STEPS and every >= state.max_steps > 1 and goes_on:
             steps = f"{state.max_steps:,} steps, and save_steps is {every:,}"
             fewer = f"save_steps: {-(-state.max_steps // 4)} saves on the way"
@@ -184,11 +191,24 @@ def kernels(trainer: Trainer) -> str:
 
 def next_steps(trainer: Trainer, trained: str) -> str:
     """What can be done with what was trained, and lies in a folder."""
-    folder = Path(trained)
+    folder, rewards = Path(trained), isinstance(trainer, RewardTrainer)
+    configs, processes = Path("recipes/configs"), trainer.args.world_size
+    several = configs / f"evaluate_{processes}gpu.yaml"
+    launch, config = "python", configs / f"evaluate_{'cpu' if trainer.args.use_cpu else '1gpu'}.yaml"
+    if processes > 1 and not trainer.args.use_cpu and (Path(__file__).parents[1] / several).exists():
+        launch, config = f"accelerate launch --multi_gpu --num_processes {processes}", several
+    chats = Path(sys.argv[0]).name == "sft.py" or isinstance(trainer, DPOTrainer)
+    measured = "--tasks none --documents CHATS.jsonl" if chats else "--tasks single --documents TEXTS/"
+    evaluate = (
+        f"evaluate it (minutes): {launch} recipes/evaluate.py --config {config} --model_name_or_path {folder} "
+        f"--output_dir {folder}_evaluation --ruler none {measured}"
+    )
     if (folder / "adapter_config.json").exists():
-        return f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
+        merge = f"next: merge it: python recipes/merge_adapter.py {folder} {folder}_merged"
+        return merge if rewards else f"{merge}; {evaluate}"
     reader = ", and its AutoProcessor" * (folder / "processor_config.json").exists()
-    return f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r}){reader}"
+    load = f"next: load it: {models.auto_class(trainer.model.config).__name__}.from_pretrained({str(folder)!r}){reader}"
+    return load if rewards else f"{load}; {evaluate}"
 
 
 def write_log(trainer: Trainer) -> None:

@@ -19,6 +19,7 @@ from chats import without_nulls
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 from settings import TEXT_FILES, RowError
 
 READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -58,7 +59,7 @@ def wrong_in(file: str) -> Iterator[str]:
         return
     place = file
     try:
-        for place, row in placed_rows(file):
+        for place, row in groups_of(file) if file.lower().endswith(".parquet") else placed_rows(file):
             if isinstance(row, json.JSONDecodeError):
                 yield f"{place}: {row.msg} (column {row.colno})"
             elif not isinstance(row, dict):
@@ -80,6 +81,14 @@ def not_utf_8(file: str) -> str | None:
                 near = line[max(0, problem.start - 20) : problem.end + 20]
                 return f"{file}:{number} is not UTF-8: {problem.reason} in {near!r}; save the file as UTF-8"
     return None
+
+
+def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The last row of each group of a Parquet file that can be read."""
+    groups, rows = ParquetFile(file), 0
+    for number in range(groups.num_row_groups):
+        rows += groups.read_row_group(number).num_rows
+        yield f"{file}, row {rows:,}", {}
 
 
 def placed_rows(file: str) -> Iterator[tuple[str, Any]]:

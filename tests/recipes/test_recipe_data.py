@@ -577,7 +577,7 @@ def test_rows_of_a_damaged_parquet_file_are_named(tmp_path: Path, arguments: Any
     begins, content = groups.row_group(1).column(0).dictionary_page_offset, bytearray(path.read_bytes())
     content[begins + 30 : begins + 60] = b"x" * 30
     path.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"rows\.parquet: Corrupt snappy"):
+    with pytest.raises(SystemExit, match=r"behind .*rows\.parquet, row 10: "):
         tokens_of(path, arguments)
 
 
@@ -644,15 +644,32 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
     assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
 
 
-def test_what_comes_next_is_said(tmp_path: Path) -> None:
-    trainer: Any = SimpleNamespace(model=SimpleNamespace(config=LlamaConfig()))
+@pytest.mark.parametrize(
+    ("cpu", "processes", "launch"),
+    [
+        (True, 2, "python recipes/evaluate.py --config recipes/configs/evaluate_cpu.yaml"),
+        (False, 1, "python recipes/evaluate.py --config recipes/configs/evaluate_1gpu.yaml"),
+        (False, 3, "python recipes/evaluate.py --config recipes/configs/evaluate_1gpu.yaml"),
+        (False, 4, "--multi_gpu --num_processes 4 recipes/evaluate.py --config recipes/configs/evaluate_4gpu.yaml"),
+    ],
+)
+def test_what_comes_next_is_launched_as_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: bool, processes: int, launch: str
+) -> None:
+    arguments = SimpleNamespace(output_dir=str(tmp_path), use_cpu=cpu, world_size=processes)
+    trainer: Any = SimpleNamespace(args=arguments, model=SimpleNamespace(config=LlamaConfig()))
     said = report.next_steps(trainer, str(tmp_path))
-    assert said == f"next: load it: AutoModelForCausalLM.from_pretrained('{tmp_path}')"
+    assert said.startswith(f"next: load it: AutoModelForCausalLM.from_pretrained('{tmp_path}'); ")
+    assert f"{launch} --model_name_or_path {tmp_path}" in said
+    assert said.endswith(f"--output_dir {tmp_path}_evaluation --ruler none --tasks single --documents TEXTS/")
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    said = report.next_steps(trainer, str(tmp_path))
+    assert said.endswith("--ruler none --tasks none --documents CHATS.jsonl")
+    monkeypatch.setattr(sys, "argv", ["recipes/dpo.py"])
+    monkeypatch.setattr(report, "DPOTrainer", SimpleNamespace)
+    assert report.next_steps(trainer, str(tmp_path)) == said
     trainer.model.config = LlavaConfig()
     assert report.next_steps(trainer, str(tmp_path)).startswith("next: load it: AutoModelForImageTextToText.from_")
-    (tmp_path / "adapter_config.json").touch()
-    said = report.next_steps(trainer, str(tmp_path))
-    assert said == f"next: merge it: python recipes/merge_adapter.py {tmp_path} {tmp_path}_merged"
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -602,12 +602,15 @@ def test_a_share_of_warmup_is_rounded_down(recipe: Callable[..., Any], steps: in
     assert type(trainer).__name__ == "SFTTrainer"
 
 
-def test_one_step_trains(recipe: Callable[..., Any]) -> None:
+def test_one_step_trains(recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     epochs = ["--num_train_epochs", "1", "--max_steps", "-1"]
     trainer, burst = recipe(*epochs, "--gradient_accumulation_steps", "64", "--learning_rate", "0.01")
     before = [weight.detach().clone() for weight in trainer.model.parameters()]
     training.train(trainer, burst)
     assert any(not torch.equal(own, old) for own, old in zip(trainer.model.parameters(), before, strict=True))
+    said = capsys.readouterr()
+    line = "The whole training has 1 step of up to 64 batches each; gradient_accumulation_steps: 1 makes more"
+    assert line in said.out + said.err
 
 
 def test_a_folder_is_trained_in_once_at_a_time(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
