@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,7 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
         (arguments.length < 2, f"--length is {arguments.length}; give at least 2 tokens."),
         (arguments.lora < 0, f"--lora is {arguments.lora}; give a rank of at least 1, or leave it out."),
         (not 1 <= layers <= count, f"--layers is {layers}; give 1 to num_hidden_layers of a text model, here {count}."),
-        (not arguments.out.absolute().parent.is_dir(), f"The folder of --out {arguments.out} is missing; make it."),
+        (
+            arguments.out.is_dir() or not os.access(arguments.out.absolute().parent, os.W_OK),
+            f"--out {arguments.out} cannot be written; give a file in a folder that can.",
+        ),
     )
     fewer: dict[str, Any] = {
         key: kinds[:layers] for key, kinds in values.items() if isinstance(kinds, list) and len(kinds) == count

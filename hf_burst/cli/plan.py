@@ -191,6 +191,11 @@ def _training(arguments: argparse.Namespace, mask: Mask, gpus: int) -> Training:
             f"{arguments.images} images of {arguments.image_tokens} tokens are more than the {mask.length} tokens of "
             "the sequence, which has them among its own. Give a length that has room for them and the text."
         )
+    if not arguments.checkpointing and (arguments.activation_offloading or (arguments.layers_per_checkpoint or 1) > 1):
+        raise ConfigError(
+            "--activation-offloading and --layers-per-checkpoint are for layers that checkpoint. Leave out "
+            "--no-checkpointing."
+        )
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or ("fp32" if rank else "bf16")
     given = {name: value for name, value in vars(arguments).items() if name in _OF_TRAINING and value is not None}
     own: dict[str, Any] = {

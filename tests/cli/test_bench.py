@@ -150,7 +150,8 @@ def test_transformers_alone_have_their_own_attention(monkeypatch):
         (["--layers", "0"], "--layers is 0; give 1 to num_hidden_layers of a text model, here 3"),
         (["--lora", "-1"], "--lora is -1; give a rank of at least 1"),
         (["--length", "1"], "--length is 1; give at least 2 tokens"),
-        (["--out", "no/folder.json"], "The folder of --out no/folder.json is missing"),
+        (["--out", "no/folder.json"], "--out no/folder.json cannot be written"),
+        (["--out", "."], "--out . cannot be written"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before(words, said, config, capsys):

@@ -609,6 +609,10 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "BertForMaskedLM", "--length", "64", "--attention-keep", "0.5"], "an encoder's first tokens see"),
         (["--model", "T5ForConditionalGeneration", "--length", "64"], "is an encoder-decoder"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
+        (
+            ["--model", "llama-3-8b", "--length", "64", "--no-checkpointing", "--activation-offloading", "1"],
+            "Leave out --no-checkpointing",
+        ),
         (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {', '.join(NAMES)}."),
         (["--model", "lama-3.1-8b", "--length", "64"], "Shapes that need no hub: gemma-3-12b, gemma-4-12b"),
         (["--model", "./no", "--length", "64"], "'./no' does not exist; the current folder is /"),

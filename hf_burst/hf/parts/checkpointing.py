@@ -91,6 +91,13 @@ class Checkpointing(Part):
                 "no torch.compile. Set TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs="
                 "{'use_reentrant': False}).",
             ),
+            (
+                trains
+                and any(function.options.get("use_reentrant") is not False for function in wrapped)
+                and any(getattr(module, "is_kv_shared_layer", False) for module in call.view.modules),
+                "Layers of this model take keys of others, whose gradients reentrant checkpoints lose (in Transformers "
+                "alone, too). Set TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}).",
+            ),
         )
         keep = sum(function.options.get("use_reentrant") is False for function in wrapped if share)
         call.agreement.add("activation checkpointing", f"{len(wrapped)} modules, {keep} of them keep attention")

@@ -4,7 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from hf_burst.ring import ShardedAttention
 from tests.hf.test_patch import group_mean
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 LENGTH = 43
@@ -302,6 +303,16 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     assert encoder.config._attn_implementation == before, "nothing was changed"
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
         hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.3))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reentrant_checkpoints_would_lose_gradients_of_keys_that_layers_share(reentrant: bool) -> None:
+    model = models.patch(tiny_model("Gemma4ForCausalLM").train())
+    assert any(layer.self_attn.is_kv_shared_layer for layer in model.model.layers)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with pytest.raises(ConfigError, match="take keys of others") if reentrant else nullcontext():
+        model(**models.make_batch("packed", LENGTH)).loss.backward()
 
 
 def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:
