@@ -6,12 +6,12 @@ LINES = {
     ".": 430,
     "attention": 1_219,
     "check": 1_131,
-    "cli": 1_157,
+    "cli": 1_166,
     "hf": 2_416,
     "hf/batches": 1_088,
     "hf/generation": 1_478,
     "hf/models": 1_435,
-    "hf/parts": 2_981,
+    "hf/parts": 2_988,
     "hf/spread": 621,
     "hf/trainers": 1_310,
     "kernels": 1_589,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_078,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 130_616, 0.17, 1_483, 280
+NODES, TUPLES, REFUSING, RAISES = 130_674, 0.17, 1_495, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
