@@ -28,6 +28,7 @@ from trl.data_utils import common_prefix_length, prepare_multimodal_messages
 
 Message = dict[str, Any]
 SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+SHAREGPT["function"] = "tool"  # of OpenAI, once
 BESIDES_TEXT = ("images", "image", "videos", "video", "audios", "audio")  # columns beside chats, as TRL names them
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IGNORED = -100
@@ -58,7 +59,7 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", "")
         if message.get("role") == "function_call":  # of ShareGPT: JSON text
-            calls = json.loads(message["content"])
+            calls = parse(message["content"], f"message {number}: its function call is")
             calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
             message |= {"role": "assistant", "content": "", "tool_calls": calls}
         message["role"] = role = SHAREGPT.get(message.get("role"), message.get("role"))
@@ -77,8 +78,14 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
                     'column images of the row, and {"type": "image"} may stay in its place. recipes/sft.py and '
                     "recipes/evaluate.py read this for models that see"
                 )
+        if "function_call" in message:  # of OpenAI, once
+            function = {"type": "function", "function": message.pop("function_call")}
+            message["tool_calls"] = [*message.get("tool_calls", []), function]
+        if role == "assistant" and message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"message {number} has the weight {message['weight']!r}; it must be 0 or 1")
         if "tool_calls" in message:
-            message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
+            said = f"message {number}: the arguments of a tool call are"
+            message["tool_calls"] = [parse_arguments(call, said) for call in message["tool_calls"]]
             if not message["tool_calls"]:
                 del message["tool_calls"]
         cleaned.append(message)
@@ -101,6 +108,11 @@ def is_silent(messages: list[Message]) -> bool:
     return any(not has_words(message) for message in messages if message["role"] == "assistant")
 
 
+def is_unlearned(message: Message) -> bool:
+    """Whether an answer is only read, as OpenAI writes it."""
+    return message["role"] == "assistant" and message.get("weight") == 0
+
+
 def has_words(message: Message) -> bool:
     """Whether a message has text, parts that are not text, a tool call or thoughts."""
     content = message["content"]
@@ -110,17 +122,39 @@ def has_words(message: Message) -> bool:
     return said or any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking"))
 
 
+def with_system(messages: list[Message], system: Any) -> list[Message]:
+    """Messages behind the system message that stands beside them, as in ShareGPT."""
+    said = [message.get("content", message.get("value")) for message in messages if is_system(message)]
+    if not system or said == [system]:
+        return messages
+    if said or not isinstance(system, str):
+        raise ValueError(f"its column system is {shorten(repr(system), 60)}; give text, and no other system message")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def is_system(message: Any) -> bool:
+    return isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
+
+
+def parse(text: str, said: str) -> Any:
+    """What JSON text holds; else an error begins by what is `said`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{said} no JSON: {error}") from None
+
+
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
     """Tools for a chat template, from a list or JSON text."""
-    return (json.loads(tools) if isinstance(tools, str) else without_nulls(tools)) or None
+    return (parse(tools, "its tools are") if isinstance(tools, str) else without_nulls(tools)) or None
 
 
-def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are a mapping."""
+def parse_arguments(call: dict[str, Any], said: str) -> dict[str, Any]:
+    """A tool call whose arguments are a mapping; an error begins by what is `said`."""
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
+        arguments = parse(arguments or "{}", said)
     function = {**function, "arguments": {} if arguments is None else arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -194,7 +228,8 @@ class ChatTokenizer:
             raise ValueError(f"the chat template cannot write it: {error}") from error
         if not any(mask):
             raise ValueError(
-                "no token is the assistant's: give a message with the role assistant, and check the chat template"
+                "no token is the assistant's: give a message with the role assistant, not all of the weight 0, and "
+                "check the chat template"
             )
         refuse_what_is_dropped(messages, prompt, written)
         return {**given, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
@@ -202,10 +237,20 @@ class ChatTokenizer:
     def render(self, messages: list[Message], options: dict[str, Any]) -> tuple[dict[str, Any], list[int], str]:
         """What the model is given, which tokens are labelled, and the text of these."""
         if not self.assistant_only:
+            if any(map(is_unlearned, messages)):
+                raise ValueError("a message has the weight 0, for which assistant_only_loss must be true")
             written = self.source.apply_chat_template(messages, tokenize=False, **options)
             given, _ = self.encode(written, messages)
             return given, [1] * len(given["input_ids"]), written
         text, spans = self.by_marks(messages, options) if self.marked else self.by_difference(messages, options)
+        if any(map(is_unlearned, messages)):
+            answers = [message for message in messages if message["role"] == "assistant"]
+            if len(answers) != len(spans):
+                raise ValueError(
+                    "a message has the weight 0, and the chat template's {% generation %} marks are not one pair for "
+                    "each answer; give another template by chat_template_path, or take the row out"
+                )
+            spans = [span for span, answer in zip(spans, answers, strict=True) if not is_unlearned(answer)]
         given, offsets = self.encode(text, messages)
         counts = covered(offsets, spans)
         for (first, last), count in zip(offsets, counts, strict=True):
@@ -328,6 +373,8 @@ def refuse_what_is_dropped(messages: list[Message], prompt: int, written: str) -
     rendered, position = "".join(written.split()), 0
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= prompt]
     for index in answers:
+        if is_unlearned(messages[index]):
+            continue
         message, ends = messages[index], [position]
         wanted = [("text", part.rpartition("</think>")[2]) for part in texts(message)]
         if index == answers[-1]:

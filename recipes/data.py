@@ -1,5 +1,6 @@
 """Documents and chats from files, folders and the hub, and their tokens."""
 
+import json
 import os
 import pydoc_data.topics
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, chat_reader, clean, is_silent, refuse_besides_text, without_nulls
+from chats import IGNORED, ChatTokenizer, chat_reader, clean, is_silent, refuse_besides_text, with_system, without_nulls
 from datasets import (
     Dataset,
     Features,
@@ -23,7 +24,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
-from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
+from rows import READERS, ExactJson, RowFunction, expand, kind_of, map_rows, read_json, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
@@ -79,7 +80,8 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             if kind is None:
                 return load_dataset(*names, split=split)
             options = {"sample_by": "document"} if kind == "text" else {}
-            rows = load_dataset(kind, data_files=own, split=split, **options)
+            read = read_json if kind == "json" else partial(load_dataset, kind, **options)
+            rows = read(data_files=own, split=split)
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)
     if "text" in kinds and all(text_column in part.column_names and not answer_columns(part) for part in parts):
@@ -87,7 +89,16 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
     columns = {tuple(sorted(part.column_names)) for part in parts}
     if len(columns) > 1:
         raise SystemExit(f"dataset {names} mixes kinds of files with other columns: {sorted(columns)}; give one kind.")
+    exact = {key: kind for part in parts for key, kind in part.features.items() if isinstance(kind, ExactJson)}
+    if exact and len(parts) > 1:
+        written = partial(as_json, keys=[*exact])
+        parts = [part.map(written, features=Features({**part.features, **exact})) for part in parts]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def as_json(row: dict[str, Any], keys: list[str]) -> dict[str, str]:
+    """Columns of a row as JSON text."""
+    return {key: json.dumps(row[key]) for key in keys}
 
 
 def load_splits(settings: DataSettings, seed: int, text_column: str = "text", ends: bool = False) -> Rows:
@@ -219,6 +230,7 @@ def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...
         if not isinstance(row[key], list):
             raise ValueError(f"{key} is {row[key]!r}; it must be a list of messages")
     parts = [row[key] for key in keys]
+    parts[0] = with_system(parts[0], row.get("system"))
     options = without_nulls(row.get("chat_template_kwargs")) or {}
     prompt = len(parts[0]) if len(parts) > 1 and only else 0
     messages = [message for part in parts for message in part]
@@ -254,7 +266,8 @@ def tokenizer_of(rows: Dataset, tokenizer: Reader, settings: Any) -> tuple[RowFu
             "dataset_text_field to another)"
         )
     kind = rows.features[text_column]
-    if not is_text(rows, text_column) and not isinstance(kind, Json):  # Json is that of columns of several types
+    mixed = isinstance(kind, Json) and any(isinstance(text, str) for text in rows[text_column])  # of several types
+    if not mixed and not is_text(rows, text_column):
         raise ValueError(f"the column {text_column!r} holds {kind}; it must hold text")
     return partial(tokenize_text, tokenizer=tokenizer, column=text_column), None
 

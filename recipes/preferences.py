@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import report
-from chats import Message, clean, parse_tools, refuse_besides_text, without_nulls
+from chats import Message, clean, is_unlearned, parse_tools, refuse_besides_text, with_system, without_nulls
 from data import WRITTEN, is_text, lengths, load_made, too_long
-from datasets import Dataset, Features, Json, List, Value
-from rows import map_rows
+from datasets import Dataset, Features, List, Value
+from rows import ExactJson, map_rows
 from settings import DataSettings, using
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.data_utils import extract_prompt
@@ -42,8 +42,8 @@ def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tu
 
 def features_of_pairs(text: bool, others: set[str]) -> Features:
     """Messages are JSON: structs of Arrow would give each tool call the arguments of all others, as nulls."""
-    features = {key: Value("string") if text else List(Json()) for key in ("prompt", "chosen", "rejected")}
-    kinds = {"tools": Value("string"), "chat_template_kwargs": Json()}
+    features = {key: Value("string") if text else List(ExactJson()) for key in ("prompt", "chosen", "rejected")}
+    kinds = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
     return Features({**features, **{key: kind for key, kind in kinds.items() if key in others}})
 
 
@@ -58,11 +58,13 @@ def clean_pair(row: dict[str, Any], text: bool, others: set[str]) -> dict[str, A
         pair |= extract_prompt(pair)
     else:
         pair["prompt"] = clean_part(row, "prompt", text)
+    if not text:
+        pair["prompt"] = clean(with_system(pair["prompt"], row.get("system")))
     if "tools" in others:
         pair["tools"] = json.dumps(parse_tools(row["tools"]))
     if "chat_template_kwargs" in others:
-        pair["chat_template_kwargs"] = without_nulls(row["chat_template_kwargs"]) or {}
-    return pair
+        pair["chat_template_kwargs"] = json.dumps(without_nulls(row["chat_template_kwargs"]) or {})
+    return pair if text else pair | {key: [*map(json.dumps, pair[key])] for key in ("prompt", "chosen", "rejected")}
 
 
 def clean_part(row: dict[str, Any], key: str, text: bool) -> Any:
@@ -79,6 +81,8 @@ def clean_part(row: dict[str, Any], key: str, text: bool) -> Any:
     messages = clean(row[key])
     if key != "prompt" and not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{key} has no message of the role assistant; give an answer, or take the row out")
+    if key != "prompt" and any(map(is_unlearned, messages)):
+        raise ValueError(f"{key} has a message of the weight 0, which pairs cannot have; put it into the prompt")
     return messages
 
 

@@ -5,9 +5,11 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import chain, count, islice
@@ -16,8 +18,9 @@ from textwrap import shorten
 from typing import Any
 
 from chats import without_nulls
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, Json, ReadInstruction, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
+from datasets.features.features import register_feature
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 from settings import TEXT_FILES, RowError
@@ -27,6 +30,26 @@ RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
 NUMBER = "number of the row"  # a column that readers of rows leave as it is
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
+PLAIN = ("string", "int64", "bool", "null")  # what Arrow reads of JSON as it is written
+
+
+@dataclass
+class ExactJson(Json):
+    """A column of JSON as it is written. That of datasets rounds numbers, and makes a number of the text "5". What a
+    function of `map` makes for it must be JSON text, which datasets would else write with rounded numbers."""
+
+    _type: str = field(default="ExactJson", init=False, repr=False)
+
+    def encode_example(self, example_data: Any) -> str | None:
+        return None if example_data is None else json.dumps(example_data)
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if example_data is None else json.loads(example_data)
+
+
+with warnings.catch_warnings():  # the function is called experimental
+    warnings.simplefilter("ignore")
+    register_feature(ExactJson, "ExactJson")
 
 
 def kind_of(file: str) -> str | None:
@@ -91,16 +114,45 @@ def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file}, row {rows:,}", {}
 
 
-def placed_rows(file: str) -> Iterator[tuple[str, Any]]:
+def read_json(data_files: list[str], split: str) -> Dataset:
+    """Rows of JSON as they are written. Of columns that are more than text, whole numbers and truth values, Arrow makes
+    times of dates, floats of numbers, and one order of keys, and it fails where pieces of a file differ."""
+    with suppress(DatasetsError, ValueError):  # what is wrong with files or a split is looked at below
+        rows = load_dataset("json", data_files=data_files, split=split)
+        if all(getattr(kind, "dtype", None) in PLAIN for kind in rows.features.values()):
+            return rows
+    kinds: dict[str, set[type]] = defaultdict(set)
+    for row in json_rows(data_files):
+        for name, value in row.items():
+            kinds[name].add(type(value))
+    kept = {name: Value("string") if found <= {str, type(None)} else ExactJson() for name, found in kinds.items()}
+    stamps = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path.resolve, map(Path, data_files))]
+    known = {"gen_kwargs": {"files": data_files}, "fingerprint": sha256(repr(stamps).encode()).hexdigest()}
+    rows = Dataset.from_generator(json_rows, features=Features(kept), **known)
+    parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    if not any(part.to > part.from_ for part in parts):
+        raise ValueError(f"{split!r} of {len(rows)} rows holds none")
+    return concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
+
+
+def json_rows(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files of JSON; one that is null is empty."""
+    for place, row in chain.from_iterable(placed_rows(file, errors="strict") for file in files):
+        if not isinstance(row, dict | None):
+            raise DatasetsError(f"{place} is not a row")
+        yield row or {}
+
+
+def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]:
     """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of JSON
-    that is broken stands its error."""
+    that is broken stands its error. `errors` is that of `open`, for JSON that is not UTF-8."""
     kind = kind_of(file)
     if file.lower().endswith(".jsonl"):
-        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+        with Path(file).open(encoding="utf-8-sig", errors=errors) as lines:
             for number, line in enumerate(lines, 1):
                 yield from ((f"{file}:{number}", value) for _, value in json_values(line.rstrip(), 0))
     elif kind == "json":
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        text = Path(file).read_text(encoding="utf-8-sig", errors=errors)
         values = json_values(text, text.index("[") + 1 if text.lstrip().startswith("[") else 0)
         yield from ((f"{file}:{line}", value) for line, value in values)
     elif kind in ("csv", "parquet"):

@@ -426,8 +426,8 @@ TURN = [USER, {"role": "assistant", "content": "5"}]
             "message 1 has a part 'image_url', which is not read: the file of an image belongs in the column images",
         ),
         (
-            [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
-            "message 2 has the content 5; it must be text",
+            [{"messages": TURN}, {"messages": [USER, {"role": "assistant", "content": 5}]}],
+            "rows.jsonl:2: message 2 has the content 5; it must be text",
         ),
     ],
 )
@@ -808,3 +808,136 @@ def test_an_empty_held_out_set_is_grouped_too(arguments: Any) -> None:
         assert len(others) == samples
         assert others.features == train.features
     assert data.load_groups(settings, (rows, None), arguments)[1] is None
+
+
+def said_in(content: Any) -> list[dict[str, Any]]:
+    return [USER, {"role": "assistant", "content": content}]
+
+
+def called_with(**arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [call("f", **arguments)]}
+
+
+DATED = {"type": "object", "properties": {"day": {"type": "string", "default": "2024-01-01"}}}
+ODD = [{"messages": [USER, called_with(x=value)]} for value in (1, 2.5, "5", 1e-15, 0.1234567890123456, 2**60, "null")]
+AS_WRITTEN = {
+    "dates": [{"prompt": [USER], "completion": [called_with(day=f"2024-05-0{day}")]} for day in (1, 2, 3)],
+    "times": [{"prompt": [USER], "completion": [called_with(at="2024-05-01T10:00:00Z")]}] * 2,
+    "order": [{"messages": [USER, called_with(**arguments)]} for arguments in ({"a": 1, "b": 2}, {"b": 3, "a": 4})],
+    "numbers": ODD,
+    "some floats": ODD[:2],
+    "contents": [{"messages": said_in("2024-05-01")}, {"messages": said_in("2024-05-02")}],
+    "texts": [{"prompt": "When?", "completion": "2024-05-01"}, {"prompt": "When?", "completion": "2024-05-02"}],
+    "documents": [{"text": "2024-05-01"}, {"text": "2024-05-02"}],
+    "tools": [{"messages": TURN, "tools": [{"type": "function", "function": {"name": "f", "parameters": DATED}}]}] * 2,
+    "text beside parts": [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}, *TURN[1:]]}],
+    "missing": [{"messages": TURN}, {"messages": TURN, "chat_template_kwargs": {"day": "2024-05-01"}}],
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize("kind", AS_WRITTEN)
+def test_rows_are_read_as_they_are_written(tmp_path: Path, kind: str, suffix: str) -> None:
+    """Arrow would make times of dates, floats of numbers, and one order of keys."""
+    written, path = AS_WRITTEN[kind], tmp_path / f"rows.{suffix}"
+    for rows in (written, [*reversed(written)]):  # datasets keeps what it has read of a file
+        path.write_text("\n".join(map(json.dumps, rows)) if suffix == "jsonl" else json.dumps(rows, indent=1))
+        for split, part in (("train", rows), ("train[:50%]", rows[: round(len(rows) / 2)]), ("train[1:]", rows[1:])):
+            read = [chats.without_nulls(row) for row in data.load_rows([str(path)], split)]
+            assert list(map(json.dumps, read)) == list(map(json.dumps, part))  # the order of keys, too
+    for split, told in (("train[5:5]", "[0-9] rows holds none|no data"), ("test", "Unknown split")):
+        with pytest.raises(SystemExit, match=told):
+            data.load_rows([str(path)], split)
+
+
+def test_dates_are_trained_as_they_are_written(tmp_path: Path, arguments: Any) -> None:
+    for kind in ("dates", "contents", "texts", "documents"):
+        rows = tokens_of(conversations.write(tmp_path / f"{kind}.jsonl", AS_WRITTEN[kind]), arguments)
+        assert "2024-05-02" in models.byte_tokenizer().decode(rows[1]["input_ids"])
+        arguments.assistant_only_loss = True
+
+
+def test_arguments_of_pairs_are_as_they_are_written(tmp_path: Path) -> None:
+    given = [row["messages"][1] for row in ODD] + [row["completion"][0] for row in AS_WRITTEN["dates"]]
+    pairs = [{"prompt": [USER], "chosen": [answer], "rejected": TURN[1:]} for answer in given]
+    pairs = [{**pair, "tools": AS_WRITTEN["tools"][0]["tools"]} for pair in pairs]
+    loaded = pairs_of(tmp_path, pairs)
+    assert [pair["chosen"] for pair in loaded] == [pair["chosen"] for pair in pairs]
+    assert json.loads(loaded[0]["tools"]) == pairs[0]["tools"]
+
+
+def test_files_whose_pieces_differ_are_read(tmp_path: Path) -> None:
+    """Arrow reads pieces of 10 MB, and knows of no key that begins behind the first. Files of other kinds stand beside
+    them."""
+    rows = [{"messages": said_in("long" * 300_000)} for _ in range(9)] + ODD[:1]
+    path = conversations.write(tmp_path / "rows.jsonl", rows)
+    assert [chats.without_nulls(row) for row in data.load_rows([str(path)], "train")] == rows
+    datasets.Dataset.from_list([{"messages": TURN}]).to_parquet(tmp_path / "more.parquet")
+    both = data.load_rows([str(path), str(tmp_path / "more.parquet")], "train")
+    assert [chats.without_nulls(row) for row in both] == [*rows, {"messages": TURN}]
+
+
+WEIGHED = [USER, {"role": "assistant", "content": "bad", "weight": 0}, USER, {"role": "assistant", "content": "good"}]
+
+
+@pytest.mark.parametrize("tokenizer", [models.byte_tokenizer(), without_marks()])
+def test_an_answer_of_the_weight_0_is_only_read(tokenizer: Any) -> None:
+    chat = chats.ChatTokenizer(tokenizer)
+    row = chat([*WEIGHED[:3], {**WEIGHED[3], "weight": 1}])
+    assert answers(row) == ["good<|im_end|>"]
+    assert "bad<|im_end|>" in tokenizer.decode(row["input_ids"])
+    with pytest.raises(ValueError, match=r"no token is the assistant's: .* not all of the weight 0"):
+        chat(WEIGHED[:2])
+    with pytest.raises(ValueError, match=r"message 2 has the weight 0\.5; it must be 0 or 1"):
+        chat([USER, {**WEIGHED[1], "weight": 0.5}])
+    with pytest.raises(ValueError, match="weight 0, for which assistant_only_loss must be true"):
+        chats.ChatTokenizer(tokenizer, assistant_only=False)(WEIGHED)
+
+
+def test_marks_that_are_not_one_pair_for_each_answer_have_no_weights() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = DROPS.replace("{{ WRITES }}", "{% endgeneration %}{% generation %}{{ m.content }}")
+    with pytest.raises(ValueError, match="marks are not one pair for each answer"):
+        chats.ChatTokenizer(tokenizer)(WEIGHED)
+
+
+@pytest.mark.parametrize("keys", [("conversations",), ("prompt", "completion")])
+def test_a_system_message_beside_a_chat_is_its_first(tmp_path: Path, arguments: Any, keys: tuple[str, ...]) -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "5"}]
+    row = {**dict(zip(keys, [shared] if len(keys) == 1 else [shared[:1], shared[1:]], strict=True)), "system": "Be X."}
+    ids = tokens_of(conversations.write(tmp_path / "rows.jsonl", [row]), arguments)[0]
+    said = models.byte_tokenizer().decode(ids["input_ids"])
+    assert said.startswith("<|im_start|>system\nBe X.")
+    assert answers(ids) == ["5<|im_end|>"]
+    first = {"from": "system", "value": "Be X."}
+    row[keys[0]] = [first, *row[keys[0]]]
+    arguments.assistant_only_loss = True
+    again = tokens_of(conversations.write(tmp_path / "same.jsonl", [row]), arguments)[0]
+    assert again == ids
+    first["value"] = "Be Y."
+    with pytest.raises(SystemExit, match=r"other\.jsonl:1: its column system is 'Be X\.'; give text, and no other"):
+        tokens_of(conversations.write(tmp_path / "other.jsonl", [row]), arguments)
+
+
+def test_pairs_have_the_system_message_and_no_weights(tmp_path: Path) -> None:
+    pair = {"prompt": [USER], "chosen": WEIGHED[3:], "rejected": TURN[1:], "system": "Be X."}
+    assert pairs_of(tmp_path, [pair])[0]["prompt"] == [{"role": "system", "content": "Be X."}, USER]
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:1: chosen has a message of the weight 0, which pairs cannot"):
+        pairs_of(tmp_path, [{**pair, "chosen": WEIGHED[1:2]}])
+
+
+def test_function_calls_of_openai_beside_text() -> None:
+    older = {"role": "assistant", "content": "I look.", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    said = chats.clean([USER, older, {"role": "function", "name": "f", "content": "r"}])
+    assert said[1] == {"role": "assistant", "content": "I look.", "tool_calls": [call("f", a=1)]}
+    assert said[2]["role"] == "tool"
+
+
+def test_broken_json_inside_of_a_message_is_named() -> None:
+    broken = {**CALLS, "tool_calls": [call("f") | {"function": {"name": "f", "arguments": '{"a": '}}]}
+    with pytest.raises(ValueError, match="message 2: the arguments of a tool call are no JSON: Expecting value: line"):
+        chats.clean([USER, broken])
+    with pytest.raises(ValueError, match="message 1: its function call is no JSON: Expecting value: line"):
+        chats.clean([{"from": "function_call", "value": "{"}, {"from": "function_call", "value": "f()"}][1:])
+    with pytest.raises(ValueError, match="its tools are no JSON: Expecting"):
+        chats.parse_tools("f()")
