@@ -24,6 +24,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
+from resuming import saving
 from rows import READERS, ExactJson, RowFunction, expand, kind_of, map_rows, read_json, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -153,8 +154,10 @@ def load_made(
     seed = training.seed if training.data_seed is None else training.data_seed
     rows, held_out = load_splits(settings, seed, text_column, ends)
     made = make(rows, "dataset", settings.dataset)
-    names = settings.eval_dataset or settings.dataset
-    return made, None if held_out is None else make(held_out, "eval_dataset", names)
+    kind, names = (
+        ("eval_dataset", settings.eval_dataset) if settings.eval_dataset else ("eval_share of", settings.dataset)
+    )
+    return made, None if held_out is None else make(held_out, kind, names)
 
 
 def load_tokens(
@@ -188,7 +191,8 @@ def tokens_of(
     name = f"{kind} {names}"
     tokens = tokenize(rows, reader, training, name, names)
     if kind == "dataset" and training.process_index == 0:
-        report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
+        with saving(training.output_dir):
+            report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
         if answer_columns(rows):
             print(f"the loss counts {labelled(tokens):,} of these {lengths(tokens).sum():,} tokens")
     fitted = fit(tokens, training, settings.too_long, name)
