@@ -23,7 +23,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
-from rows import READERS, RowFunction, expand, kind_of, map_rows, reading
+from rows import FOLDER, READERS, RowFunction, expand, folders_of, kind_of, map_rows, pictures_of, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
@@ -80,6 +80,8 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
                 return load_dataset(*names, split=split)
             options = {"sample_by": "document"} if kind == "text" else {}
             rows = load_dataset(kind, data_files=own, split=split, **options)
+            if "images" in rows.column_names and answer_columns(rows):
+                rows = rows.add_column(FOLDER, folders_of(rows, own, split))
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)
     if "text" in kinds and all(text_column in part.column_names and not answer_columns(part) for part in parts):
@@ -222,7 +224,7 @@ def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...
     options = without_nulls(row.get("chat_template_kwargs")) or {}
     prompt = len(parts[0]) if len(parts) > 1 and only else 0
     messages = [message for part in parts for message in part]
-    return chat(messages, row.get("tools"), prompt, row.get("images") or (), **options)
+    return chat(messages, row.get("tools"), prompt, pictures_of(row), **options)
 
 
 def tokens_alone(row: dict[str, Any], function: RowFunction) -> dict[str, list[int]]:
