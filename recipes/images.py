@@ -13,7 +13,7 @@ import data
 from chats import refuse_besides_text
 from datasets import Dataset, Image, List
 from PIL import Image as Picture
-from rows import FOLDER, NUMBER, PICTURES, map_rows
+from rows import FOLDER, NUMBER, PICTURES, has_pictures, map_rows
 from settings import DataSettings, ModelSettings, using
 from torch import Tensor, tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -45,7 +45,7 @@ def opened(rows: Dataset, names: list[str], kind: str = "dataset") -> Dataset:
         )
     with using(f"{kind} {names}"):
         refuse_besides_text(rows.column_names, served="images")
-        if are_in(rows) and isinstance(getattr(rows.features["images"], "feature", None), Image):
+        if are_in(rows) and has_pictures(rows):
             rows = rows.cast_column("images", List(Image(decode=False)))
         elif are_in(rows):
             saved = Path(names[0]).resolve() if Path(names[0]).is_dir() else None

@@ -166,11 +166,16 @@ def map_rows(
     raise RowError("\n".join(wrong[:SHOWN] + more))
 
 
+def has_pictures(rows: Dataset) -> bool:
+    """Whether datasets reads the images of rows, which are not names of files then."""
+    return isinstance(getattr(rows.features["images"], "feature", None), Image)
+
+
 def folders_of(rows: Dataset, names: list[str], split: str) -> list[str]:
     """The folder of the file that each row comes from; the rows are a split of these files, or a part of it."""
     files = DataFilesList.from_patterns(names)  # in the order in which they are read
     folders = [str(Path(file).parent) for file in files]
-    if len(set(folders)) == 1:
+    if len(set(folders)) == 1 or has_pictures(rows):  # which need none
         return folders[:1] * len(rows)
     held = [folder for folder, file in zip(folders, files, strict=True) for _ in placed_rows(file)]
     total = rows.info.splits["train"].num_examples  # type: ignore[index]
