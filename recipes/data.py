@@ -23,7 +23,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
-from rows import FOLDER, READERS, RowFunction, expand, folders_of, kind_of, map_rows, pictures_of, reading
+from rows import FOLDER, READERS, RowFunction, expand, folders_of, has_pictures, kind_of, map_rows, pictures_of, reading
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
@@ -80,7 +80,7 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
                 return load_dataset(*names, split=split)
             options = {"sample_by": "document"} if kind == "text" else {}
             rows = load_dataset(kind, data_files=own, split=split, **options)
-            if "images" in rows.column_names and answer_columns(rows):
+            if "images" in rows.column_names and answer_columns(rows) and not has_pictures(rows):
                 rows = rows.add_column(FOLDER, folders_of(rows, own, split))
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)

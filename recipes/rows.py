@@ -25,9 +25,9 @@ from settings import TEXT_FILES, RowError
 
 READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
-SOURCES = [
+SOURCES = [  # of functions, whose names are all that datasets knows
     Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences", "rows")
-]  # datasets knows names
+]
 NUMBER = "number of the row"  # a column that readers of rows leave as it is
 FOLDER, PICTURES = "folder of the file", "pictures of the row"  # columns beside the names of images
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
@@ -175,7 +175,7 @@ def folders_of(rows: Dataset, names: list[str], split: str) -> list[str]:
     """The folder of the file that each row comes from; the rows are a split of these files, or a part of it."""
     files = DataFilesList.from_patterns(names)  # in the order in which they are read
     folders = [str(Path(file).parent) for file in files]
-    if len(set(folders)) == 1 or has_pictures(rows):  # which need none
+    if len(set(folders)) == 1:
         return folders[:1] * len(rows)
     held = [folder for folder, file in zip(folders, files, strict=True) for _ in placed_rows(file)]
     total = rows.info.splits["train"].num_examples  # type: ignore[index]
@@ -222,7 +222,7 @@ def wrong_rows(rows: Iterable[dict[str, Any]], function: RowFunction, names: lis
         if len(left) == MANY:
             break
     placed: list[str] = []
-    places = ((file, *placed) for file in (files_of(names) if left else ()) for placed in placed_rows(file))
+    places = ((file, *each) for file in (files_of(names) if left else ()) for each in placed_rows(file))
     for file, place, row in places:
         known = without_nulls(row) or {}  # a row that is null has nulls alone
         same = (known, {**known, FOLDER: os.path.dirname(os.path.abspath(file))}) if isinstance(known, dict) else ()

@@ -413,23 +413,26 @@ def test_truncated_images_are_named(drawn: Path, tmp_path: Path, processes: int)
 def test_truncated_images_of_other_folders_and_kinds_are_named(drawn: Path, two_folders: Path) -> None:
     words = words_of(drawn, two_folders / "out")
     for colour in COLOURS:  # rows alike but for their folders
-        path = conversations.write(
+        alike = conversations.write(
             two_folders / colour / "alike.jsonl", [{"messages": turns("What?", "it"), "images": ["images/0.png"]}]
         )
-    cut(path.parent / "images/0.png")
+    cut(alike.parent / "images/0.png")
     with pytest.raises(SystemExit, match=r"/blue/alike.jsonl:1: its image /.*/blue/images/0.png cannot be read"):
-        made_by_recipe([*words, "--dataset", str(two_folders / "red/alike.jsonl"), str(path)])
+        made_by_recipe([*words, "--dataset", str(two_folders / "red/alike.jsonl"), str(alike)])
     message = List({"role": Value("string"), "content": Value("string")})
     held = [
         {"bytes": (two_folders / colour / "images/0.png").read_bytes(), "path": f"{colour}.png"} for colour in COLOURS
     ]
     rows = {"messages": [turns("What?", "it")] * 2, "images": [[image] for image in held]}
     features = Features({"messages": message, "images": List(ImageFeature())})
-    Dataset.from_dict(rows, features=features).to_parquet(two_folders / "held.parquet")
+    both = Dataset.from_dict(rows, features=features)
+    paths = [str(two_folders / colour / "held.parquet") for colour in COLOURS]
+    for number, path in enumerate(paths):
+        both.select([0, number]).to_parquet(path)
     with pytest.raises(
-        SystemExit, match=r"held.parquet, row 2: its image blue.png cannot be read: image file is trunc"
+        SystemExit, match=r"/blue/held.parquet, row 2: its image blue.png cannot be read: image file is"
     ):
-        made_by_recipe([*words, "--dataset", str(two_folders / "held.parquet")])
+        made_by_recipe([*words, "--dataset", *paths])
 
 
 def test_wrong_chats_about_images_are_named_by_their_lines(drawn: Path, tmp_path: Path) -> None:
