@@ -372,9 +372,10 @@ def test_rows_of_several_folders_are_trained_on_with_their_images(drawn: Path, t
 
 def test_folders_that_are_not_known_are_refused(two_folders: Path) -> None:
     names = [str(two_folders / colour / "chats.jsonl") for colour in COLOURS]
+    read = data.load_rows(names, "train")
     fewer = mock.patch.object(recipe_rows, "placed_rows", return_value=[("here", {})])
-    with fewer, pytest.raises(SystemExit, match="2 rows are found in its files, and 8 are read, so it is not certain"):
-        data.load_rows(names, "train")
+    with fewer, pytest.raises(ValueError, match="2 rows are found in its files, and 8 are read, so it is not certain"):
+        recipe_rows.folders_of(read, names, "train")
     columns = {"messages": [turns("Which colour?", "red")] * 3, "images": [["images/0.png"]] * 3}
     rows = Dataset.from_dict(columns)
     with pytest.raises(SystemExit, match=r"its image images/0.png counts from the folder of a file, and the row is of"):
