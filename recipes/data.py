@@ -25,7 +25,20 @@ from datasets import (
     load_from_disk,
 )
 from resuming import saving
-from rows import READERS, ExactJson, RowFunction, expand, kind_of, map_rows, read_json, reading
+from rows import (
+    FOLDER,
+    READERS,
+    ExactJson,
+    RowFunction,
+    expand,
+    folders_of,
+    has_pictures,
+    kind_of,
+    map_rows,
+    pictures_of,
+    read_json,
+    reading,
+)
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
@@ -83,6 +96,8 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             options = {"sample_by": "document"} if kind == "text" else {}
             read = read_json if kind == "json" else partial(load_dataset, kind, **options)
             rows = read(data_files=own, split=split)
+            if "images" in rows.column_names and answer_columns(rows) and not has_pictures(rows):
+                rows = rows.add_column(FOLDER, folders_of(rows, own, split))
         renamed = kind == "text" and text_column != "text"
         parts.append(rows.rename_column("text", text_column) if renamed else rows)
     if "text" in kinds and all(text_column in part.column_names and not answer_columns(part) for part in parts):
@@ -238,7 +253,7 @@ def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...
     options = without_nulls(row.get("chat_template_kwargs")) or {}
     prompt = len(parts[0]) if len(parts) > 1 and only else 0
     messages = [message for part in parts for message in part]
-    return chat(messages, row.get("tools"), prompt, row.get("images") or (), **options)
+    return chat(messages, row.get("tools"), prompt, pictures_of(row), **options)
 
 
 def tokens_alone(row: dict[str, Any], function: RowFunction) -> dict[str, list[int]]:

@@ -112,7 +112,7 @@ def read_documents(
     rows = data.load_rows(wanted.documents, wanted.documents_split, wanted.dataset_text_field)
     reader: data.Reader = tokenizer
     if sees := images.are_in(rows):
-        rows, reader = images.opened(rows, wanted.documents), images.load_processor(model, tokenizer)
+        rows, reader = images.opened(rows, wanted.documents, "documents"), images.load_processor(model, tokenizer)
     with settings.using(name):
         function, warning = data.tokenizer_of(rows, reader, wanted)
     if not data.answer_columns(rows):

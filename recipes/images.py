@@ -13,7 +13,7 @@ import data
 from chats import refuse_besides_text
 from datasets import Dataset, Image, List
 from PIL import Image as Picture
-from rows import NUMBER, map_rows
+from rows import FOLDER, NUMBER, PICTURES, has_pictures, map_rows
 from settings import DataSettings, ModelSettings, using
 from torch import Tensor, tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -30,38 +30,45 @@ def are_in(rows: Dataset) -> bool:
     return "images" in rows.column_names
 
 
-def opened(rows: Dataset, names: list[str]) -> Dataset:
-    """Rows of these files, or of a hub name, whose images are read as they are needed, with their numbers.
+def opened(rows: Dataset, names: list[str], kind: str = "dataset") -> Dataset:
+    """Rows of these files, or of a hub name, with their numbers, and beside names of images the files, which are read
+    as they are needed. `kind` is the setting that names the rows, of which those to evaluate on may have no images.
 
-    Images are files, whose names count from the folder of the file with the rows, or what datasets reads as images.
+    Images are files, whose names count from the folder of the file with the row, or what datasets reads as images.
     """
     keys = data.answer_columns(rows)
-    if not are_in(rows) or not keys or data.is_text(rows, keys[0]):
+    if not keys or data.is_text(rows, keys[0]):
         raise SystemExit(
-            f"dataset {names} has the columns {rows.column_names}; rows about images have images, and messages, or "
-            "prompt and completion as lists of messages."
+            f"{kind} {names} has the columns {[name for name in rows.column_names if name != FOLDER]}; rows about "
+            "images have images, and messages, or prompt and completion as lists of messages, and so have rows without "
+            "images beside them."
         )
-    with using(f"dataset {names}"):
+    with using(f"{kind} {names}"):
         refuse_besides_text(rows.column_names, served="images")
-        if not isinstance(getattr(rows.features["images"], "feature", None), Image):
-            folder = Path(names[0]) if Path(names[0]).is_dir() else Path(names[0]).parent
+        if are_in(rows) and has_pictures(rows):
+            rows = rows.cast_column("images", List(Image(decode=False)))
+        elif are_in(rows):
+            saved = Path(names[0]).resolve() if Path(names[0]).is_dir() else None
             looked = {"desc": "Looking for images", "load_from_cache_file": False}
-            paths = map_rows(rows, partial(found, folder=folder.resolve()), names, **looked)
-            rows = rows.remove_columns("images").add_column("images", paths["images"])
-            rows = rows.cast_column("images", List(Image()))
+            paths = map_rows(rows, partial(found, saved=saved), names, **looked)
+            rows = rows.add_column(PICTURES, paths[PICTURES]).cast_column(PICTURES, List(Image(decode=False)))
     return rows.add_column(NUMBER, range(len(rows)))
 
 
-def found(row: dict[str, Any], folder: Path) -> dict[str, list[str]]:
-    """The files of the images of a row, which lie in a folder or below it, or have whole names."""
+def found(row: dict[str, Any], saved: Path | None) -> dict[str, list[str]]:
+    """The files of the images of a row, whose names count from the folder of its file, or from that where rows of no
+    file were `saved`."""
     if not isinstance(row["images"] or [], list):
         raise ValueError(f"images is {row['images']!r}; it must be a list of files")
-    files = [folder / name for name in row["images"] or ()]
+    folder = row.get(FOLDER, saved)
+    if folder is None and (short := [name for name in row["images"] or () if not Path(name).is_absolute()]):
+        raise ValueError(f"its image {short[0]} counts from the folder of a file, and the row is of none; give paths")
+    files = [Path(folder or "", name) for name in row["images"] or ()]
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"its image {missing[0]} is no file")
     for file in files:
         Picture.open(file).close()  # which names a file that is no picture
-    return {"images": [str(file) for file in files]}
+    return {PICTURES: [str(file) for file in files]}
 
 
 def load_processor(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -92,7 +99,7 @@ def load_chats(settings: DataSettings, processor: ProcessorMixin, training: SFTC
         raise SystemExit("too_long is 'split', but a piece of a chat could begin inside an image; set refuse or drop.")
 
     def make(rows: Dataset, kind: str, names: list[str]) -> Dataset:
-        rows = opened(rows, names)
+        rows = opened(rows, names, kind)
         tokens = data.tokens_of(rows, processor, settings, training, kind, names)
         function, _ = data.tokenizer_of(rows, processor, training)
         return sequences(tokens, rows, function, training.max_length if training.packing else None)

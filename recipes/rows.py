@@ -18,7 +18,8 @@ from textwrap import shorten
 from typing import Any
 
 from chats import without_nulls
-from datasets import Dataset, Features, Json, ReadInstruction, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, Image, Json, ReadInstruction, Value, concatenate_datasets, load_dataset
+from datasets.data_files import DataFilesList
 from datasets.exceptions import DatasetsError
 from datasets.features.features import register_feature
 from pyarrow import ArrowException
@@ -27,8 +28,11 @@ from settings import TEXT_FILES, RowError
 
 READERS = {**dict.fromkeys(TEXT_FILES, "text"), ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
-SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences")]  # datasets knows names
+SOURCES = [  # of functions, whose names are all that datasets knows
+    Path(__file__).with_name(f"{name}.py") for name in ("data", "chats", "preferences", "rows")
+]
 NUMBER = "number of the row"  # a column that readers of rows leave as it is
+FOLDER, PICTURES = "folder of the file", "pictures of the row"  # columns beside the names of images
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 PLAIN = ("string", "int64", "bool", "null")  # what Arrow reads of JSON as it is written
 
@@ -117,8 +121,9 @@ def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_json(data_files: list[str], split: str) -> Dataset:
     """Rows of JSON as they are written. Of columns that are more than text, whole numbers and truth values, Arrow makes
     times of dates, floats of numbers, and one order of keys, and it fails where pieces of a file differ."""
-    if not all(Path(file).exists() for file in data_files):  # but addresses
+    if any("://" in file for file in data_files):  # which are not local
         return load_dataset("json", data_files=data_files, split=split)
+    data_files = list(map(str, DataFilesList.from_patterns(data_files)))
     with suppress(DatasetsError, ValueError):  # what is wrong with files or a split is looked at below
         rows = load_dataset("json", data_files=data_files, split=split)
         if all(getattr(kind, "dtype", None) in PLAIN for kind in rows.features.values()):
@@ -159,6 +164,7 @@ def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]
         yield from ((f"{file}:{line}", value) for line, value in values)
     elif kind in ("csv", "parquet"):
         rows = load_dataset(kind, data_files=file, split="train", streaming=True)
+        rows = rows.decode(False) if kind == "parquet" else rows  # images of others are names
         places = (
             (f":{line}" for line in islice(csv_lines(file), 1, None))
             if kind == "csv"
@@ -215,6 +221,39 @@ def map_rows(
     raise RowError("\n".join(wrong[:SHOWN] + more))
 
 
+def has_pictures(rows: Dataset) -> bool:
+    """Whether datasets reads the images of rows, which are not names of files then."""
+    return isinstance(getattr(rows.features["images"], "feature", None), Image)
+
+
+def folders_of(rows: Dataset, names: list[str], split: str) -> list[str]:
+    """The folder of the file that each row comes from; the rows are a split of these files, or a part of it."""
+    files = DataFilesList.from_patterns(names)  # in the order in which they are read
+    folders = [str(Path(file).parent) for file in files]
+    if len(set(folders)) == 1:
+        return folders[:1] * len(rows)
+    held = [folder for folder, file in zip(folders, files, strict=True) for _ in placed_rows(file)]
+    total = rows.info.splits["train"].num_examples  # type: ignore[index]
+    if len(held) != total:
+        raise ValueError(
+            f"{len(held):,} rows are found in its files, and {total:,} are read, so it is not certain from which "
+            "folder the images of a row count; write JSON lines"
+        )
+    parts = ReadInstruction.from_spec(split).to_absolute({"train": total})
+    return [folder for part in parts for folder in held[part.from_ : part.to]]
+
+
+def pictures_of(row: dict[str, Any]) -> list[Any]:
+    """The images of a row, decoded."""
+    pictures = []
+    for number, held in enumerate(row.get(PICTURES) or row.get("images") or (), 1):
+        try:
+            pictures.append(Image().decode_example(held))
+        except Exception as error:
+            raise ValueError(f"its image {held.get('path') or number} cannot be read: {error}") from error
+    return pictures
+
+
 def make_row(row: dict[str, Any], function: RowFunction, code: str) -> dict[str, Any]:
     """What a function makes of a row. datasets looks at the code, a digest."""
     try:
@@ -233,13 +272,16 @@ def wrong_rows(rows: Iterable[dict[str, Any]], function: RowFunction, names: lis
         try:
             function(row)
         except Exception as error:
-            left.append((index, without_nulls(dict(row)), str(error)))
+            known = {name: value for name, value in row.items() if name not in (NUMBER, PICTURES)}
+            left.append((index, without_nulls(known), str(error)))
         if len(left) == MANY:
             break
     placed: list[str] = []
-    for place, row in chain.from_iterable(map(placed_rows, files_of(names) if left else ())):
+    places = ((file, *each) for file in (files_of(names) if left else ()) for each in placed_rows(file))
+    for file, place, row in places:
         known = without_nulls(row) or {}  # a row that is null has nulls alone
-        if (found := next((place for place, (_, row, _) in enumerate(left) if row == known), None)) is not None:
+        same = (known, {**known, FOLDER: os.path.dirname(os.path.abspath(file))}) if isinstance(known, dict) else ()
+        if (found := next((at for at, (_, row, _) in enumerate(left) if row in same), None)) is not None:
             placed.append(f"{place}: {left.pop(found)[2]}")
         if not left:
             break

@@ -22,11 +22,15 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import chats  # noqa: E402
+import data  # noqa: E402
 import evaluate  # noqa: E402
 import images  # noqa: E402
 import models as recipe_models  # noqa: E402
+import rows as recipe_rows  # noqa: E402
 import sft  # noqa: E402
 import shapes  # noqa: E402
+from datasets import Dataset, Features, List, Value  # noqa: E402
+from datasets import Image as ImageFeature  # noqa: E402
 from settings import ModelSettings  # noqa: E402
 from trl import chat_template_utils  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling  # noqa: E402
@@ -309,6 +313,150 @@ def test_images_that_are_missing_are_named(drawn: Path, tmp_path: Path) -> None:
     text = conversations.write(drawn / "text.jsonl", [{"text": "<image> a fox", "images": rows[0]["images"]}])
     with pytest.raises(SystemExit, match="rows about images have images, and messages, or prompt and completion"):
         made_by_recipe(words_of(drawn, tmp_path, dataset=text))
+
+
+COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path) -> Path:
+    """Two folders with pictures of the same name, in the colour that the chats tell."""
+    for colour, count in (("red", 3), ("blue", 5)):
+        (tmp_path / colour / "images").mkdir(parents=True)
+        Image.new("RGB", (32, 32), colour).save(tmp_path / colour / "images/0.png")
+        row = {"messages": turns("Which colour?", colour), "images": ["images/0.png"]}
+        conversations.write(tmp_path / colour / "chats.jsonl", [row] * count)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "wanted"),
+    [
+        (["red/chats.jsonl", "blue/chats.jsonl"], "train", ["red"] * 3 + ["blue"] * 5),
+        (["blue/chats.jsonl", "red/chats.jsonl"], "train", ["blue"] * 5 + ["red"] * 3),
+        (["blue/chats.jsonl", "red/chats.jsonl"], "train[4:7]", ["blue"] + ["red"] * 2),
+        (["red/chats.jsonl", "blue/chats.jsonl"], "train[6:]+train[:1]", ["blue"] * 2 + ["red"]),
+        (["red", "blue"], "train", ["red"] * 3 + ["blue"] * 5),
+        (["."], "train", ["blue"] * 5 + ["red"] * 3),
+        (["*/chats.jsonl"], "train", ["blue"] * 5 + ["red"] * 3),
+    ],
+)
+def test_images_count_from_the_folder_of_their_file(
+    two_folders: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], split: str, wanted: list[str]
+) -> None:
+    monkeypatch.chdir(two_folders)
+    opened = images.opened(data.load_rows(names, split), names)
+    assert [row["messages"][1]["content"] for row in opened] == wanted
+    assert [recipe_rows.pictures_of(row)[0].getpixel((0, 0)) for row in opened] == [COLOURS[name] for name in wanted]
+
+
+def test_rows_of_several_folders_are_trained_on_with_their_images(drawn: Path, two_folders: Path) -> None:
+    red, blue = (str(two_folders / colour / "chats.jsonl") for colour in COLOURS)
+    words = words_of(drawn, two_folders / "out", packing="false")
+    words += ["--dataset", red, blue]
+
+    def check(part: Any, count: int) -> None:
+        batches = [trainer.data_collator([sequence]) for sequence in part]
+        assert len(batches) == count
+        for batch in batches:
+            said = trainer.processing_class.decode(batch["labels"][0][batch["labels"][0] != -100])
+            assert batch["pixel_values"].mean((0, 2, 3)).argmax() == (2 if "blue" in said else 0)
+
+    trainer = made_by_recipe([*words, "--eval_dataset", blue, red])
+    check(trainer.train_dataset, 8)
+    check(trainer.eval_dataset, 8)
+    trainer = made_by_recipe([*words, "--eval_share", "0.5"])  # which draws rows
+    check(trainer.train_dataset, 4)
+    check(trainer.eval_dataset, 4)
+
+
+def test_folders_that_are_not_known_are_refused(two_folders: Path) -> None:
+    names = [str(two_folders / colour / "chats.jsonl") for colour in COLOURS]
+    read = data.load_rows(names, "train")
+    fewer = mock.patch.object(recipe_rows, "placed_rows", return_value=[("here", {})])
+    with fewer, pytest.raises(ValueError, match="2 rows are found in its files, and 8 are read, so it is not certain"):
+        recipe_rows.folders_of(read, names, "train")
+    columns = {"messages": [turns("Which colour?", "red")] * 3, "images": [["images/0.png"]] * 3}
+    rows = Dataset.from_dict(columns)
+    with pytest.raises(SystemExit, match=r"its image images/0.png counts from the folder of a file, and the row is of"):
+        images.opened(rows, ["someone/chats"])
+    rows.save_to_disk(two_folders / "red/saved")
+    names = [str(two_folders / "red/saved")]
+    with pytest.raises(SystemExit, match=r"its image /.*/red/saved/images/0.png is no file"):
+        images.opened(data.load_rows(names, "train"), names)
+    (two_folders / "red/images").rename(two_folders / "red/saved/images")
+    opened = images.opened(data.load_rows(names, "train"), names)
+    assert recipe_rows.pictures_of(opened[2])[0].getpixel((0, 0)) == COLOURS["red"]
+
+
+def cut(path: Path) -> Path:
+    """A file that lacks its second half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_truncated_images_are_named(drawn: Path, tmp_path: Path, processes: int) -> None:
+    rows = [json.loads(line) for line in (drawn / "chats.jsonl").read_text().splitlines()[:4]]
+    picture().save(drawn / "images/cut.png")
+    cut(drawn / "images/cut.png")
+    rows[2]["images"] = ["images/cut.png"]
+    path = conversations.write(drawn / "cut.jsonl", rows)
+    said = r"cut.jsonl:3: its image /.*/images/cut.png cannot be read: image file is truncated"
+    with pytest.raises(SystemExit, match=f"^dataset .* cannot be used: /.*/{said}"):
+        made_by_recipe(words_of(drawn, tmp_path, dataset=path, dataset_num_proc=processes))
+    reset_accelerate()
+    words = ["--model_name_or_path", str(drawn), "--output_dir", str(tmp_path), "--tasks", "none", "--lengths", "256"]
+    with pytest.raises(SystemExit, match=f"^documents .* cannot be used: /.*/{said}"):
+        evaluate.evaluate([*words, "--documents", str(path)])
+
+
+def test_truncated_images_of_other_folders_and_kinds_are_named(drawn: Path, two_folders: Path) -> None:
+    words = words_of(drawn, two_folders / "out")
+    for colour in COLOURS:  # rows alike but for their folders
+        alike = conversations.write(
+            two_folders / colour / "alike.jsonl", [{"messages": turns("What?", "it"), "images": ["images/0.png"]}]
+        )
+    cut(alike.parent / "images/0.png")
+    with pytest.raises(SystemExit, match=r"/blue/alike.jsonl:1: its image /.*/blue/images/0.png cannot be read"):
+        made_by_recipe([*words, "--dataset", str(two_folders / "red/alike.jsonl"), str(alike)])
+    message = List({"role": Value("string"), "content": Value("string")})
+    held = [
+        {"bytes": (two_folders / colour / "images/0.png").read_bytes(), "path": f"{colour}.png"} for colour in COLOURS
+    ]
+    rows = {"messages": [turns("What?", "it")] * 2, "images": [[image] for image in held]}
+    features = Features({"messages": message, "images": List(ImageFeature())})
+    both = Dataset.from_dict(rows, features=features)
+    paths = [str(two_folders / colour / "held.parquet") for colour in COLOURS]
+    for number, path in enumerate(paths):
+        both.select([0, number]).to_parquet(path)
+    with pytest.raises(
+        SystemExit, match=r"/blue/held.parquet, row 2: its image blue.png cannot be read: image file is"
+    ):
+        made_by_recipe([*words, "--dataset", *paths])
+
+
+def test_wrong_chats_about_images_are_named_by_their_lines(drawn: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (drawn / "chats.jsonl").read_text().splitlines()[:3]]
+    rows[1]["messages"][0]["role"] = "robot"
+    path = conversations.write(drawn / "robot.jsonl", rows)
+    with pytest.raises(SystemExit, match=r"/robot.jsonl:2: message 1 has the role 'robot'"):
+        made_by_recipe(words_of(drawn, tmp_path, dataset=path))
+
+
+def test_rows_to_evaluate_on_may_have_no_images(drawn: Path, tmp_path: Path) -> None:
+    path = conversations.write(tmp_path / "text.jsonl", [{"messages": turns("Who?", "a fox")}] * 2)
+    trainer = made_by_recipe(words_of(drawn, tmp_path, eval_dataset=path, packing="false"))
+    batch = trainer.data_collator([trainer.eval_dataset[1]])
+    assert len(trainer.eval_dataset) == 2
+    assert "pixel_values" not in batch
+    assert trainer.processing_class.decode(batch["labels"][0][batch["labels"][0] != -100]).startswith("a fox")
+    assert trainer.evaluate()["eval_loss"] > 0
+    (tmp_path / "fox.txt").write_text("a fox")
+    with pytest.raises(
+        SystemExit, match=r"^eval_dataset \['.*fox.txt'\] has the columns \['text'\]; rows about images"
+    ):
+        made_by_recipe(words_of(drawn, tmp_path, eval_dataset=tmp_path / "fox.txt"))
 
 
 def test_what_a_processor_needs_is_said(drawn: Path) -> None:

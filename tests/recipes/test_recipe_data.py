@@ -121,7 +121,7 @@ def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: py
 def test_tokens_of_older_code_are_not_taken(tmp_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets keeps what it made of a file; functions of the recipes are known to it by their names."""
     path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
-    assert {data.__file__, chats.__file__, preferences.__file__} == set(map(str, placed.SOURCES))
+    assert {data.__file__, chats.__file__, preferences.__file__, placed.__file__} == set(map(str, placed.SOURCES))
     older = tokens_of(path, arguments)
     assert older == tokens_of(path, arguments)
     changed = lambda ids, tokenizer: [*ids, 0]  # noqa: E731
