@@ -59,7 +59,7 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", "")
         if message.get("role") == "function_call":  # of ShareGPT: JSON text
-            calls = parse(message["content"], f"message {number}: its function call is")
+            calls = parse(str(message.get("content", "")), f"message {number}: its function call is")
             calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
             message |= {"role": "assistant", "content": "", "tool_calls": calls}
         message["role"] = role = SHAREGPT.get(message.get("role"), message.get("role"))
@@ -84,8 +84,7 @@ def clean(messages: list[Message], images: bool = False) -> list[Message]:
         if role == "assistant" and message.get("weight", 1) not in (0, 1):
             raise ValueError(f"message {number} has the weight {message['weight']!r}; it must be 0 or 1")
         if "tool_calls" in message:
-            said = f"message {number}: the arguments of a tool call are"
-            message["tool_calls"] = [parse_arguments(call, said) for call in message["tool_calls"]]
+            message["tool_calls"] = [parse_arguments(call, number) for call in message["tool_calls"]]
             if not message["tool_calls"]:
                 del message["tool_calls"]
         cleaned.append(message)
@@ -149,12 +148,14 @@ def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
     return (parse(tools, "its tools are") if isinstance(tools, str) else without_nulls(tools)) or None
 
 
-def parse_arguments(call: dict[str, Any], said: str) -> dict[str, Any]:
-    """A tool call whose arguments are a mapping; an error begins by what is `said`."""
-    function = call.get("function", call)
+def parse_arguments(call: Any, number: int) -> dict[str, Any]:
+    """A tool call of a message whose arguments are a mapping."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        raise ValueError(f"message {number} has the tool call {call!r}; give a mapping of a name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = parse(arguments or "{}", said)
+        arguments = parse(arguments or "{}", f"message {number}: the arguments of a tool call are")
     function = {**function, "arguments": {} if arguments is None else arguments}
     return {**call, "function": function} if "function" in call else function
 

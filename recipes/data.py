@@ -1,6 +1,5 @@
 """Documents and chats from files, folders and the hub, and their tokens."""
 
-import json
 import os
 import pydoc_data.topics
 from collections import Counter
@@ -30,6 +29,7 @@ from rows import (
     READERS,
     ExactJson,
     RowFunction,
+    as_json,
     expand,
     folders_of,
     has_pictures,
@@ -107,14 +107,14 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         raise SystemExit(f"dataset {names} mixes kinds of files with other columns: {sorted(columns)}; give one kind.")
     exact = {key: kind for part in parts for key, kind in part.features.items() if isinstance(kind, ExactJson)}
     if exact and len(parts) > 1:
-        written = partial(as_json, keys=[*exact])
+        written = partial(exactly, keys=[*exact])
         parts = [part.map(written, features=Features({**part.features, **exact})) for part in parts]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def as_json(row: dict[str, Any], keys: list[str]) -> dict[str, str]:
-    """Columns of a row as JSON text."""
-    return {key: json.dumps(row[key]) for key in keys}
+def exactly(row: dict[str, Any], keys: list[str]) -> dict[str, str]:
+    """Columns of a row for `ExactJson`."""
+    return {key: as_json(row[key]) for key in keys}
 
 
 def load_splits(settings: DataSettings, seed: int, text_column: str = "text", ends: bool = False) -> Rows:

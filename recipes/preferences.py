@@ -10,7 +10,7 @@ import report
 from chats import Message, clean, is_unlearned, parse_tools, refuse_besides_text, with_system, without_nulls
 from data import WRITTEN, is_text, lengths, load_made, too_long
 from datasets import Dataset, Features, List, Value
-from rows import ExactJson, map_rows
+from rows import ExactJson, as_json, map_rows
 from settings import DataSettings, using
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.data_utils import extract_prompt
@@ -58,13 +58,13 @@ def clean_pair(row: dict[str, Any], text: bool, others: set[str]) -> dict[str, A
         pair |= extract_prompt(pair)
     else:
         pair["prompt"] = clean_part(row, "prompt", text)
-    if not text:
+    if not text and row.get("system"):
         pair["prompt"] = clean(with_system(pair["prompt"], row.get("system")))
     if "tools" in others:
         pair["tools"] = json.dumps(parse_tools(row["tools"]))
     if "chat_template_kwargs" in others:
-        pair["chat_template_kwargs"] = json.dumps(without_nulls(row["chat_template_kwargs"]) or {})
-    return pair if text else pair | {key: [*map(json.dumps, pair[key])] for key in ("prompt", "chosen", "rejected")}
+        pair["chat_template_kwargs"] = as_json(without_nulls(row["chat_template_kwargs"]) or {})
+    return pair if text else pair | {key: [*map(as_json, pair[key])] for key in ("prompt", "chosen", "rejected")}
 
 
 def clean_part(row: dict[str, Any], key: str, text: bool) -> Any:

@@ -40,15 +40,20 @@ PLAIN = ("string", "int64", "bool", "null")  # what Arrow reads of JSON as it is
 @dataclass
 class ExactJson(Json):
     """A column of JSON as it is written. That of datasets rounds numbers, and makes a number of the text "5". What a
-    function of `map` makes for it must be JSON text, which datasets would else write with rounded numbers."""
+    function of `map` makes for it must be written by [`as_json`], which datasets leaves as it is."""
 
     _type: str = field(default="ExactJson", init=False, repr=False)
 
     def encode_example(self, example_data: Any) -> str | None:
-        return None if example_data is None else json.dumps(example_data)
+        return None if example_data is None else as_json(example_data)
 
     def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
-        return None if example_data is None else json.loads(example_data)
+        return None if example_data is None else json.loads(json.loads(example_data))
+
+
+def as_json(value: Any) -> str:
+    """JSON of the JSON text of a value: a text is the one kind of JSON that datasets does not write anew."""
+    return json.dumps(json.dumps(value))
 
 
 with warnings.catch_warnings():  # the function is called experimental
@@ -134,7 +139,7 @@ def read_json(data_files: list[str], split: str) -> Dataset:
             kinds[name].add(type(value))
     kept = {name: Value("string") if found <= {str, type(None)} else ExactJson() for name, found in kinds.items()}
     stamps = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path.resolve, map(Path, data_files))]
-    known = {"gen_kwargs": {"files": data_files}, "fingerprint": sha256(repr(stamps).encode()).hexdigest()}
+    known = {"gen_kwargs": {"files": data_files}, "fingerprint": sha256(repr((stamps, code())).encode()).hexdigest()}
     rows = Dataset.from_generator(json_rows, features=Features(kept), **known)
     parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     if not any(part.to > part.from_ for part in parts):
@@ -174,10 +179,17 @@ def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]
 
 
 def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
-    """Values of JSON that follow each other from a place on, each with its line. An error is the last."""
+    """Values of JSON that follow each other, from the beginning or from within a list, each with its line. An error is
+    the last, also that of a list which does not end, or behind whose end there is more."""
     decoder, between, line = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 + text.count("\n", 0, end)
-    while (start := between.match(text, end).end()) < len(text) and text[start] != "]":  # type: ignore[union-attr]
+    listed = end > 0
+    while (start := between.match(text, end).end()) < len(text) or listed:  # type: ignore[union-attr]
         line += text.count("\n", end, start)
+        if listed and text.startswith("]", start):
+            if text[start + 1 :].strip():
+                more = json.JSONDecodeError("There is more behind the end of the list", text, start + 1)
+                yield more.lineno, more
+            return
         try:
             value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
@@ -198,6 +210,11 @@ def csv_lines(file: str) -> Iterator[int]:
             begins = reader.line_num + 1
 
 
+def code() -> str:
+    """A digest of the sources of functions."""
+    return sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
+
+
 def map_rows(
     rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
 ) -> Dataset:
@@ -207,11 +224,10 @@ def map_rows(
         RowError: If there are rows of which it makes nothing, with the first of them.
         ValueError: If what it makes cannot be stored.
     """
-    code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
     options = {"remove_columns": [name for name in rows.column_names if name != NUMBER], **options}
     try:
         with reading(names):  # pyarrow does not look whether JSON lines are UTF-8
-            return rows.map(partial(make_row, function=function, code=code), **options)
+            return rows.map(partial(make_row, function=function, code=code()), **options)
     except TypeError as error:  # of pyarrow, which stores what the function has made
         raise ValueError(str(error)) from error
     except ValueError as error:

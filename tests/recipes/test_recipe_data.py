@@ -819,7 +819,8 @@ def called_with(**arguments: Any) -> dict[str, Any]:
 
 
 DATED = {"type": "object", "properties": {"day": {"type": "string", "default": "2024-01-01"}}}
-ODD = [{"messages": [USER, called_with(x=value)]} for value in (1, 2.5, "5", 1e-15, 0.1234567890123456, 2**60, "null")]
+VALUES = (1, 2.5, "5", 1e-15, 0.1234567890123456, 2**60, 2**70, "null")
+ODD = [{"messages": [USER, called_with(x=value)]} for value in VALUES]
 AS_WRITTEN = {
     "dates": [{"prompt": [USER], "completion": [called_with(day=f"2024-05-0{day}")]} for day in (1, 2, 3)],
     "times": [{"prompt": [USER], "completion": [called_with(at="2024-05-01T10:00:00Z")]}] * 2,
@@ -848,6 +849,28 @@ def test_rows_are_read_as_they_are_written(tmp_path: Path, kind: str, suffix: st
     for split, told in (("train[5:5]", "[0-9] rows holds none|no data"), ("test", "Unknown split")):
         with pytest.raises(SystemExit, match=told):
             data.load_rows([str(path)], split)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "written", "told"),
+    [
+        ("json", "[ROW]\n[ROW]", "rows.json:1: There is more behind the end of the list"),
+        ("json", "[ROW] and more", "rows.json:1: There is more behind the end of the list"),
+        ("json", "[ROW,\nROW", "rows.json:2: Expecting value"),
+        ("jsonl", "ROW\nROW ] ROW", "rows.jsonl:2: Expecting value"),
+        ("jsonl", "ROW\n]", "rows.jsonl:2: Expecting value"),
+    ],
+)
+def test_rows_behind_broken_json_are_not_left_out(tmp_path: Path, suffix: str, written: str, told: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(written.replace("ROW", json.dumps(AS_WRITTEN["dates"][0])))
+    with pytest.raises(SystemExit, match=told):
+        data.load_rows([str(path)], "train")
+
+
+def test_pairs_without_a_common_beginning_have_no_prompt(tmp_path: Path) -> None:
+    pairs = [{"chosen": TURN[1:], "rejected": said_in("worse")[1:]}]
+    assert pairs_of(tmp_path, pairs)[0]["prompt"] == []
 
 
 def test_dates_are_trained_as_they_are_written(tmp_path: Path, arguments: Any) -> None:
