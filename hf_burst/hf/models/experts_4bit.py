@@ -77,10 +77,7 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
         name = type(model).__name__
-        weights = [
-            (get_module_from_name(model, path)[0], weight)
-            for path, weight in model.named_parameters(remove_duplicate=False)
-        ]
+        weights = [(get_module_from_name(model, path)[0], weight) for path, weight in model.named_parameters()]
         most = max((weight.numel() for module, weight in weights if is_experts(module, weight)), default=0)
         ConfigError.refuse(
             (
@@ -118,7 +115,7 @@ class Experts4bitQuantizer(Bnb4BitHfQuantizer):
         super()._process_model_after_weight_loading(model, **kwargs)
         model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # by which trainers and peft know it
         left = set()
-        for path, weight in list(model.named_parameters(remove_duplicate=False)):
+        for path, weight in list(model.named_parameters()):
             module, name = get_module_from_name(model, path)
             if len(getattr(getattr(weight, "quant_state", None), "shape", ())) == 3:
                 dequantize_when_read(module, name)
