@@ -15,6 +15,7 @@ from hashlib import sha256
 from itertools import chain, count, islice
 from pathlib import Path
 from textwrap import shorten
+from types import NoneType
 from typing import Any
 
 from chats import without_nulls
@@ -133,18 +134,29 @@ def read_json(data_files: list[str], split: str) -> Dataset:
         rows = load_dataset("json", data_files=data_files, split=split)
         if all(getattr(kind, "dtype", None) in PLAIN for kind in rows.features.values()):
             return rows
-    kinds: dict[str, set[type]] = defaultdict(set)
-    for row in json_rows(data_files):
-        for name, value in row.items():
-            kinds[name].add(type(value))
-    kept = {name: Value("string") if found <= {str, type(None)} else ExactJson() for name, found in kinds.items()}
-    stamps = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path.resolve, map(Path, data_files))]
-    known = {"gen_kwargs": {"files": data_files}, "fingerprint": sha256(repr((stamps, code())).encode()).hexdigest()}
-    rows = Dataset.from_generator(json_rows, features=Features(kept), **known)
+    columns = from_files(text_columns, data_files, Features({"name": Value("string"), "text": Value("bool")}))
+    kinds = {column["name"]: Value("string") if column["text"] else ExactJson() for column in columns}
+    rows = from_files(json_rows, data_files, Features(kinds))
     parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     if not any(part.to > part.from_ for part in parts):
         raise ValueError(f"{split!r} of {len(rows)} rows holds none")
     return concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
+
+
+def from_files(make: Callable[[list[str]], Iterator[Any]], files: list[str], features: Features) -> Dataset:
+    """What a function makes of files, which datasets keeps as long as they and the code stay as they are."""
+    stamps = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path.resolve, map(Path, files))]
+    known = sha256(repr((make.__name__, stamps, code())).encode()).hexdigest()
+    return Dataset.from_generator(make, features=features, gen_kwargs={"files": files}, fingerprint=known)
+
+
+def text_columns(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The columns of files of JSON, and whether they hold text alone."""
+    kinds: dict[str, set[type]] = defaultdict(set)
+    for row in json_rows(files):
+        for name, value in row.items():
+            kinds[name].add(type(value))
+    yield from ({"name": name, "text": found <= {str, NoneType}} for name, found in kinds.items())
 
 
 def json_rows(files: list[str]) -> Iterator[dict[str, Any]]:
@@ -266,7 +278,8 @@ def pictures_of(row: dict[str, Any]) -> list[Any]:
         try:
             pictures.append(Image().decode_example(held))
         except Exception as error:
-            raise ValueError(f"its image {held.get('path') or number} cannot be read: {error}") from error
+            named = isinstance(held, dict) and held.get("path")
+            raise ValueError(f"its image {named or number} cannot be read: {error}") from error
     return pictures
 
 

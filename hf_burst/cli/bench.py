@@ -36,14 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = find_class(arguments.model, trust_remote_code=False).config
     values = config.to_dict()
     count = values.get("num_hidden_layers", 0)  # none for wrappers
-    layers, place = count if arguments.layers is None else arguments.layers, arguments.out.absolute()
+    layers = count if arguments.layers is None else arguments.layers
+    place = arguments.out.absolute()
     ConfigError.refuse(
         (arguments.length < 2, f"--length is {arguments.length}; give at least 2 tokens."),
         (arguments.lora < 0, f"--lora is {arguments.lora}; give a rank of at least 1, or leave it out."),
         (not 1 <= layers <= count, f"--layers is {layers}; give 1 to num_hidden_layers of a text model, here {count}."),
         (
-            arguments.out.is_dir() or not os.access(place if place.exists() else place.parent, os.W_OK),
-            f"--out {arguments.out} cannot be written; give a file in a folder that can.",
+            place.is_dir() or not os.access(place if place.exists() else place.parent, os.W_OK),
+            f"--out {arguments.out} cannot be written; give a file in a folder that is there and can be written.",
         ),
     )
     fewer: dict[str, Any] = {

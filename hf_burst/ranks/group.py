@@ -273,8 +273,8 @@ class ContextGroup:
 
     @contextmanager
     def agreeing(self, device: torch.device, doing: str) -> Iterator[Agreement]:
-        """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end, as [`agree`]
-        does. An error or interrupt of one rank is raised on all."""
+        """Yields an [`Agreement`] for facts that must be equal on all ranks, and compares it at the end by [`agree`],
+        whose arguments and errors these are. An error or interrupt of one rank is raised on all."""
         found = Agreement()
         error: BaseException | None = None
         try:

@@ -6,7 +6,7 @@ LINES = {
     ".": 430,
     "attention": 1_219,
     "check": 1_131,
-    "cli": 1_166,
+    "cli": 1_167,
     "hf": 2_416,
     "hf/batches": 1_088,
     "hf/generation": 1_478,

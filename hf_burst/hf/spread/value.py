@@ -347,12 +347,12 @@ class PutOffHead(Override):
         super().__init__(module, own, vocabulary)
         self.vocabulary, self.strong = vocabulary, module  # a loss may outlive its model
         self.under_way = False
-        self.instead: Compute | None = None  # runs in the next call
+        self.next_call: Compute | None = None  # what it computes in place of the head
 
     @torch.compiler.disable
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.instead is not None:
-            return self.instead(hidden)
+        if self.next_call is not None:
+            return self.next_call(hidden)
         if args or kwargs or not self.under_way:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
@@ -376,7 +376,7 @@ class PutOffHead(Override):
         FSDP2 is asked to gather them. DeepSpeed gathers when the module is called, and again in the backward pass.
         """
         if is_partitioned(self.module):
-            with instead(compute, "instead", self):
+            with instead(compute, "next_call", self):
                 return self.module(hidden)
         if not (is_sharded_head(self.module) and isinstance(self.module, FSDPModule)):
             return compute(hidden)
