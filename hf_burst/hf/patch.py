@@ -43,6 +43,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
+from .parts.frozen_experts import FrozenExperts
 from .parts.gated_norms import GatedNorms
 from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, each_once
@@ -224,6 +225,7 @@ class _Patch:
             LongestPosition(),
             KeyCache(),
             self.checkpointing,
+            FrozenExperts(),  # before tiles of them
             self.tiles,
             Adapters(),
             RouterLogits(view.root),  # adds to the loss
