@@ -24,6 +24,7 @@ from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.sizing.gpus import capacity_of, gpu_named
 from hf_burst.sizing.memory import memory_of_step
 from hf_burst.sizing.model import Training
+from recipes.benchmarks.engines import compared, seconds_of
 
 ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
@@ -39,6 +40,14 @@ CONTENDERS = {
     "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed's Ulysses", "#d5d8dc"),
     "accelerate context parallelism, cuDNN": ("torch's context parallelism", "#b3b8be"),
     "accelerate context parallelism, cuDNN, offloaded": ("the same, inputs of layers on the host", GREY),
+}
+ENGINES = {  # of the same training by one script, in the order of the table
+    "hf_burst, DDP": "hf_burst (DDP)",
+    "hf_burst, offload": "hf_burst (FSDP2), kept on the host",
+    "deepspeed": "DeepSpeed's Ulysses (ZeRO-3)",
+    "unsloth-ulysses, no liger, DDP": "Unsloth's Ulysses (DDP)",
+    "ms-swift, DDP": "ms-swift's Ulysses (DDP)",
+    "torch-cudnn": "torch's context parallelism (FSDP2)",
 }
 
 
@@ -85,6 +94,29 @@ def step_time() -> Figure:
         *panels[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower center", ncols=4
     )
     figure.suptitle("A step of an 8B Llama on 2 H100s, 32K to 128K tokens: bf16, every layer checkpointed", fontsize=11)
+    return figure
+
+
+def engines() -> Figure:
+    """One training by several engines, from the committed result."""
+    rows = json.loads((ROOT / "recipes/benchmarks/results/engines_2xH200_speed.json").read_text())
+    found = {label: row for label, row, _, _ in compared(rows)}
+    figure, panels = plt.subplots(1, 3, figsize=(11, 2.7), layout="constrained", sharey=True)
+    for place, (label, name) in enumerate(ENGINES.items()):
+        row, color = found[label], COLORS[0] if name.startswith("hf_burst") else "#c3c8ce"
+        gpu = max(step["allocated_gib"] for step in row["steps"])
+        for axes, value in zip(panels, (seconds_of(row), gpu, row["host_gib"]), strict=True):
+            axes.barh(-place, value, 0.72, color=color)
+            text = f"{value:.2f}" if value < 10 and axes is panels[0] else f"{value:.0f}"
+            axes.text(value, -place, f" {text}", va="center", fontsize=9, color=DARK)
+    for axes, title in zip(panels, ("seconds a step", "GiB of each GPU", "GiB of the host, in all"), strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(xticks=[])
+        axes.margins(x=0.15)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    panels[0].set_yticks([-place for place in range(len(ENGINES))], list(ENGINES.values()), fontsize=9)
+    figure.suptitle("LoRA of an 8B Llama at 65,536 tokens on 2 H200s, by one script", fontsize=11)
     return figure
 
 
@@ -382,7 +414,17 @@ def longer_context() -> Figure:
 
 
 PICTURES = (
-    *(step_time, longer_context, ring_step, two_levels, packed_batch, shared_beginning, state_passing, query_path),
+    *(
+        engines,
+        step_time,
+        longer_context,
+        ring_step,
+        two_levels,
+        packed_batch,
+        shared_beginning,
+        state_passing,
+        query_path,
+    ),
     step_memory,
 )
 
