@@ -45,6 +45,7 @@ from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
 from .parts.frozen_experts import FrozenExperts
 from .parts.gated_norms import GatedNorms
+from .parts.gathers import Gathers
 from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
@@ -214,6 +215,7 @@ class _Patch:
         return (
             Arguments(),
             Replicas(self.config),
+            Gathers(),
             ExpertRanks(),
             Attention(view),
             Arrivals(),
