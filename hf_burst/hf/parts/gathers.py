@@ -21,21 +21,23 @@ class Gathers(Part):
     """
 
     def __init__(self) -> None:
-        self.hooks = dict[Any, RemovableHandle]()  # by unit, which FSDP2 makes of modules that are there
+        self.hooks = dict[Any, RemovableHandle]()  # by unit, which FSDP2 makes of a module in place
         self.reached = set[Any]()  # states of units that a backward pass has to reach
 
     def begin(self, run: ForwardPass) -> None:
-        new: Any = (unit for unit in run.call.view.units_of_fsdp2 if unit not in self.hooks)
-        self.hooks |= {unit: unit.register_forward_hook(self._note) for unit in new}
+        units: Any = run.call.view.units_of_fsdp2
+        frozen = (unit for unit in units if not any(weight.requires_grad for weight in unit.parameters()))
+        self.hooks |= {unit: unit.register_forward_hook(self._note) for unit in frozen if unit not in self.hooks}
 
     def remove(self, view: ModelView) -> None:
         for unit, hook in self.hooks.items():
             hook.remove()
             unit.set_unshard_in_backward(True)
 
+    @torch.compiler.disable
     def _note(self, unit: Any, args: Args, output: Any) -> None:
         state = unit._get_fsdp_state()  # torch has no public accessor
-        if state in self.reached or not torch.is_grad_enabled():
+        if state in self.reached:  # maybe by a pass before this one, whose backward pass has not come yet
             return
         weights = (weight for module in state._modules for weight in module.parameters())
         values = (value for value in tree_leaves(output) if isinstance(value, Tensor))
