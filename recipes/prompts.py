@@ -45,6 +45,8 @@ def count(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     prompt = row["prompt"]
     if not prompt:
         raise ValueError("prompt is empty; it must be text or messages")
+    if row.get("system"):
+        raise ValueError("its column system would not be read; put a message of the role system first in prompt")
     if isinstance(prompt, str):
         return {"tokens": len(tokenizer(prompt)["input_ids"])}
     ids = tokenizer.apply_chat_template(clean(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]

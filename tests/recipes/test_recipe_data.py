@@ -942,6 +942,16 @@ def test_a_system_message_beside_a_chat_is_its_first(tmp_path: Path, arguments: 
         tokens_of(conversations.write(tmp_path / "other.jsonl", [row]), arguments)
 
 
+def test_prompts_have_no_system_message_beside_them(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    path = conversations.write(tmp_path / "prompts.jsonl", [{"prompt": [USER]}, {"prompt": [USER], "system": "Be X."}])
+    training: Any = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_completion_length=8)
+    training.max_length = 512
+    with pytest.raises(SystemExit, match=r"prompts\.jsonl:2: its column system would not be read; put a message"):
+        prompts.load_prompts(DataSettings(dataset=[str(path)]), models.byte_tokenizer(), training)
+
+
 def test_pairs_have_the_system_message_and_no_weights(tmp_path: Path) -> None:
     pair = {"prompt": [USER], "chosen": WEIGHED[3:], "rejected": TURN[1:], "system": "Be X."}
     assert pairs_of(tmp_path, [pair])[0]["prompt"] == [{"role": "system", "content": "Be X."}, USER]
