@@ -215,7 +215,6 @@ class _Patch:
         return (
             Arguments(),
             Replicas(self.config),
-            Gathers(),
             ExpertRanks(),
             Attention(view),
             Arrivals(),
@@ -234,6 +233,7 @@ class _Patch:
             Loss(view, self.group),
             States(self.task),
             Head(),  # gathers or drops what the parts before it have read
+            Gathers(),  # sees all outputs
             self.streams,  # draws seeds last, when nothing can stop the pass
         )
 

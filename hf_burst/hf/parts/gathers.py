@@ -1,47 +1,41 @@
-"""Keeps FSDP2 from gathering, for a backward pass, weights that it never reaches."""
+"""Has a backward pass end behind what FSDP2 gathers, in versions of torch that do not see to it."""
 
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ..forward_pass import ForwardPass
-from ..view import ModelView
-from .base import Args, Part
+from .base import Outputs, Part
 
 
 class Gathers(Part):
-    """Names to FSDP2 the units that a backward pass does not reach, such as frozen embeddings below the first adapter.
+    """Has the stream of a training step wait, at the end of its backward pass, for all that FSDP2 has gathered.
 
-    FSDP2 gathers each unit ahead of its turn. Before torch 2.15 it gave back the memory of a gather that nobody waited
-    for while it was under way: `finalize_backward` has a `torch.Stream` wait for an event of CUDA, which does nothing.
-    Late ranks then wrote over the weights that were gathered there next.
+    FSDP2 gathers each unit ahead of its turn, and in vain if no gradient goes there, as for frozen embeddings below the
+    first adapter. Before torch 2.15 it gave the memory of such a gather back while it could still be under way:
+    `finalize_backward` has a `torch.Stream` wait for an event of CUDA, which does nothing. A gather that waited for a
+    late rank then wrote over the weights that were gathered there next.
     """
 
-    def __init__(self) -> None:
-        self.hooks = dict[Any, RemovableHandle]()  # by unit, which FSDP2 makes of a module in place
-        self.reached = set[Any]()  # states of units that a backward pass has to reach
-
-    def begin(self, run: ForwardPass) -> None:
-        units: Any = run.call.view.units_of_fsdp2
-        frozen = (unit for unit in units if not any(weight.requires_grad for weight in unit.parameters()))
-        self.hooks |= {unit: unit.register_forward_hook(self._note) for unit in frozen if unit not in self.hooks}
-
-    def remove(self, view: ModelView) -> None:
-        for unit, hook in self.hooks.items():
-            hook.remove()
-            unit.set_unshard_in_backward(True)
-
-    @torch.compiler.disable
-    def _note(self, unit: Any, args: Args, output: Any) -> None:
-        state = unit._get_fsdp_state()  # torch has no public accessor
-        if state in self.reached:  # maybe by a pass before this one, whose backward pass has not come yet
+    def after(self, run: ForwardPass, outputs: Outputs) -> None:
+        units: Any = run.call.view.units_of_fsdp2 if frees_early(run.device) else ()
+        if not units:
             return
-        weights = (weight for module in state._modules for weight in module.parameters())
-        values = (value for value in tree_leaves(output) if isinstance(value, Tensor))
-        needed = any(value.requires_grad for value in (*weights, *values))
-        if needed:
-            self.reached.add(state)
-        unit.set_unshard_in_backward(needed)
+        stream = units[0]._get_fsdp_state()._comm_ctx.all_gather_stream  # torch has no public accessor
+
+        def begins(gradient: Tensor) -> None:
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(lambda: torch.get_device_module(run.device).current_stream().wait_stream(stream))
+
+        for value in tree_leaves(outputs):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(begins)
+
+
+def frees_early(device: torch.device) -> bool:
+    """Returns whether FSDP2 frees what it gathers without waiting for it."""
+    return device.type == "cuda" and Version(torch.__version__) < Version("2.15")

@@ -1,7 +1,9 @@
-"""FSDP2 gathers no weights for a backward pass that does not need them, and all that it needs."""
+"""A backward pass ends behind what FSDP2 has gathered, where torch does not see to it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,64 +12,69 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_burst
-from hf_burst.hf.generation.generate import _groups
-from tests.hf.test_wrappers import flat, make_trainee, whole
+from hf_burst.hf.parts import gathers
+from tests.hf.test_wrappers import make_trainee
 from tests.support import models
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-BATCH = "packed"
 
 
 class Collectives(TorchDispatchMode):
-    """Counts gathers of whole tensors."""
+    """Notes gathers of whole tensors."""
 
-    gathers = 0
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.gathers += "allgather_base" in func.name()
+        if "allgather_base" in func.name():
+            self.seen.append("gather")
         return func(*args, **(kwargs or {}))
 
 
-def gathered(rank: int, size: int, lora: bool, asked: bool, between: bool) -> tuple[int, Any, Any]:
-    """How many units a second step gathers in its backward pass; the loss and the gradients of that step. Embeddings,
-    layers and head are units, as accelerate makes them. `between`: a pass without gradients comes before the backward
-    pass, as that of a reference model that is the same model."""
+def backward(rank: int, size: int, lora: bool, early: bool, by_logits: bool) -> tuple[list[str], bool]:
+    """What happens in a backward pass, and whether it is the stream of FSDP2's gathers that is waited for. Embeddings,
+    layers and head are units, as accelerate makes them."""
     model = make_trainee(lora)
-    if asked:
-        model.enable_input_require_grads()
     mesh = init_device_mesh("cpu", (size,))
     models.patch(model, group=dist.group.WORLD)
     base = model.get_base_model() if lora else model
-    units: Any = (base.model.embed_tokens, *base.model.layers, base.lm_head, model)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
-    batch = models.make_batch(BATCH)
-    for _ in range(2):
-        model.zero_grad()
-        loss = model(**batch).loss
-        if between:
-            with torch.no_grad():
-                model(**batch)
-        with Collectives() as seen:
-            loss.backward()
-    hf_burst.unpatch_model(model)
-    assert all(group.unshard_in_backward for unit in units for group in _groups(unit._get_fsdp_state()))
-    return seen.gathers, whole(loss), [whole(weight.grad) for weight in model.parameters() if weight.requires_grad]
+    for unit in (base.model.embed_tokens, *base.model.layers, base.lm_head, model):
+        fully_shard(unit, mesh=mesh)
+    batch, seen, streams = models.make_batch("packed"), list[str](), list[Any]()
+    labels = batch.pop("labels") if by_logits else None
+
+    def wait_stream(stream: Any) -> None:
+        seen.append("wait")
+        streams.append(stream)
+
+    with mock.patch.object(gathers, "frees_early", return_value=early):
+        outputs = model(**batch)
+    loss = torch.nn.functional.cross_entropy(outputs.logits[0], labels[0]) if by_logits else outputs.loss
+    current = SimpleNamespace(current_stream=lambda: SimpleNamespace(wait_stream=wait_stream))
+    with Collectives(seen), mock.patch.object(gathers.torch, "get_device_module", return_value=current):
+        loss.backward()
+    of_gathers = base.model.embed_tokens._get_fsdp_state()._comm_ctx.all_gather_stream
+    return seen, all(stream is of_gathers for stream in streams)
 
 
-@pytest.mark.parametrize("between", [False, True], ids=["", "between"])
-@pytest.mark.parametrize(("lora", "asked", "units"), [(True, False, 3), (True, True, 4), (False, False, 4)])
-def test_a_backward_pass_gathers_the_units_that_it_reaches(
-    ranks: Ranks, lora: bool, asked: bool, units: int, between: bool
+@pytest.mark.parametrize("by_logits", [False, True], ids=["loss", "logits"])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_backward_pass_waits_for_all_gathers_at_its_end(
+    ranks: Ranks, lora: bool, early: bool, by_logits: bool
 ) -> None:
-    """Two layers and the head, and embeddings whose output or weights have gradients."""
-    model = make_trainee(lora)
-    wanted = models.plain_loss(model, models.make_batch(BATCH))
-    wanted.backward()
-    gradients = flat([weight.grad for weight in model.parameters() if weight.requires_grad])
-    for count, loss, found in ranks(2).run(gathered, lora, asked, between):
-        assert count == units
-        torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(flat(found), gradients, rtol=1e-5, atol=1e-6)
+    for seen, same in ranks(2).run(backward, lora, early, by_logits):
+        assert same
+        assert seen.count("gather") >= 3
+        assert ("wait" in seen) == early
+        assert "gather" not in seen[seen.index("wait") :] if early else True
+
+
+def test_torch_waits_itself_from_2_15_on() -> None:
+    device = torch.device("cuda")
+    for version, early in (("2.11.0+cu130", True), ("2.14.1", True), ("2.15.0+cu132", False), ("2.16.0", False)):
+        with mock.patch.object(gathers.torch, "__version__", version):
+            assert gathers.frees_early(device) == early
+    assert not gathers.frees_early(torch.device("cpu"))
