@@ -1,5 +1,7 @@
 """Has a backward pass end behind what FSDP2 gathers, in versions of torch that do not see to it."""
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +25,21 @@ class Gathers(Part):
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
         units: Any = run.call.view.units_of_fsdp2 if frees_early(run.device) else ()
-        if not units:
-            return
-        stream = units[0]._get_fsdp_state()._comm_ctx.all_gather_stream  # torch has no public accessor
+        streams = {unit._get_fsdp_state()._comm_ctx.all_gather_stream for unit in units}  # torch has no public accessor
+        learns = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
+        for value in learns if streams else ():
+            value.register_hook(partial(_wait_at_the_end, streams, run.device))
 
-        def begins(gradient: Tensor) -> None:
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(lambda: torch.get_device_module(run.device).current_stream().wait_stream(stream))
 
-        for value in tree_leaves(outputs):
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(begins)
+def _wait_at_the_end(streams: Collection[Any], device: torch.device, gradient: Tensor) -> None:
+    """A hook of an output: its gradient begins the backward pass."""
+
+    def wait() -> None:
+        for stream in streams:
+            torch.get_device_module(device).current_stream(device).wait_stream(stream)
+
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(wait)
 
 
 def frees_early(device: torch.device) -> bool:

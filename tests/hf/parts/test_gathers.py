@@ -52,7 +52,7 @@ def backward(rank: int, size: int, lora: bool, early: bool, by_logits: bool) -> 
     with mock.patch.object(gathers, "frees_early", return_value=early):
         outputs = model(**batch)
     loss = torch.nn.functional.cross_entropy(outputs.logits[0], labels[0]) if by_logits else outputs.loss
-    current = SimpleNamespace(current_stream=lambda: SimpleNamespace(wait_stream=wait_stream))
+    current = SimpleNamespace(current_stream=lambda _: SimpleNamespace(wait_stream=wait_stream))
     with Collectives(seen), mock.patch.object(gathers.torch, "get_device_module", return_value=current):
         loss.backward()
     of_gathers = base.model.embed_tokens._get_fsdp_state()._comm_ctx.all_gather_stream
