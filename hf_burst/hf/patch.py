@@ -44,8 +44,8 @@ from .parts.dropout import DropoutStreams
 from .parts.expert_ranks import ExpertRanks
 from .parts.experts import RouterLogits
 from .parts.frozen_experts import FrozenExperts
+from .parts.fsdp2 import Fsdp2
 from .parts.gated_norms import GatedNorms
-from .parts.gathers import Gathers
 from .parts.head import Head
 from .parts.key_cache import KeyCache, begin_step, each_once
 from .parts.loss import Loss
@@ -233,7 +233,7 @@ class _Patch:
             Loss(view, self.group),
             States(self.task),
             Head(),  # gathers or drops what the parts before it have read
-            Gathers(),  # sees all outputs
+            Fsdp2(),  # sees all outputs
             self.streams,  # draws seeds last, when nothing can stop the pass
         )
 

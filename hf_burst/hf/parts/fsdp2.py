@@ -1,6 +1,7 @@
-"""Has a backward pass end behind what FSDP2 gathers, in versions of torch that do not see to it."""
+"""What FSDP2 does around a pass: it keeps the loss in fp32, and a backward pass ends behind all that was gathered."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,16 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ..forward_pass import ForwardPass
+from ..view import ModelView
 from .base import Outputs, Part
 
 
-class Gathers(Part):
-    """Has the stream of a training step wait, at the end of its backward pass, for all that FSDP2 has gathered.
+class Fsdp2(Part):
+    """Leaves outputs in the dtype in which they were computed, and has the stream of a training step wait, at the end
+    of its backward pass, for all that FSDP2 has gathered.
+
+    accelerate has FSDP2 cast what the outermost unit returns to the dtype in which a model computes. In bf16 a loss of
+    2.34 becomes 2.34375, for `Trainer`'s log and for evaluations.
 
     FSDP2 gathers each unit ahead of its turn, and in vain if no gradient goes there, as for frozen embeddings below the
     first adapter. Before torch 2.15 it gave the memory of such a gather back while it could still be under way:
@@ -23,12 +29,27 @@ class Gathers(Part):
     late rank then wrote over the weights that were gathered there next.
     """
 
+    def __init__(self) -> None:
+        self.policies = dict[Any, Any]()  # of outermost units, as they were
+
+    def begin(self, run: ForwardPass) -> None:
+        for unit in states_of(run.call.view)[:1]:
+            root = unit._state_ctx.iter_forward_root  # none if units are called one by one
+            dtype = root and root._mp_policy.output_dtype
+            if dtype is not None and dtype.itemsize < torch.float32.itemsize:
+                self.policies[root] = root._mp_policy
+                root._mp_policy = replace(root._mp_policy, output_dtype=None)
+
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
-        units: Any = run.call.view.units_of_fsdp2 if frees_early(run.device) else ()
-        streams = {unit._get_fsdp_state()._comm_ctx.all_gather_stream for unit in units}  # torch has no public accessor
+        states = states_of(run.call.view) if frees_early(run.device) else ()
+        streams = {state._comm_ctx.all_gather_stream for state in states}
         learns = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
         for value in learns if streams else ():
             value.register_hook(partial(_wait_at_the_end, streams, run.device))
+
+    def remove(self, view: ModelView) -> None:
+        for root, policy in self.policies.items():
+            root._mp_policy = policy
 
 
 def _wait_at_the_end(streams: Collection[Any], device: torch.device, gradient: Tensor) -> None:
@@ -45,3 +66,9 @@ def _wait_at_the_end(streams: Collection[Any], device: torch.device, gradient: T
 def frees_early(device: torch.device) -> bool:
     """Returns whether FSDP2 frees what it gathers without waiting for it."""
     return device.type == "cuda" and Version(torch.__version__) < Version("2.15")
+
+
+def states_of(view: ModelView) -> list[Any]:
+    """Returns the states of a model's units; torch has no public accessor."""
+    units: list[Any] = list(view.units_of_fsdp2)
+    return [unit._get_fsdp_state() for unit in units]

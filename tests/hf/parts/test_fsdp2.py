@@ -1,4 +1,4 @@
-"""A backward pass ends behind what FSDP2 has gathered, where torch does not see to it."""
+"""Under FSDP2 a loss keeps its dtype, and a backward pass ends behind what was gathered."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_burst.hf.parts import gathers
+import hf_burst
+from hf_burst.hf.parts import fsdp2
 from tests.hf.test_wrappers import make_trainee
 from tests.support import models
 from tests.support.ranks import RankPool
@@ -49,11 +50,11 @@ def backward(rank: int, size: int, lora: bool, early: bool, by_logits: bool) -> 
         seen.append("wait")
         streams.append(stream)
 
-    with mock.patch.object(gathers, "frees_early", return_value=early):
+    with mock.patch.object(fsdp2, "frees_early", return_value=early):
         outputs = model(**batch)
     loss = torch.nn.functional.cross_entropy(outputs.logits[0], labels[0]) if by_logits else outputs.loss
     current = SimpleNamespace(current_stream=lambda _: SimpleNamespace(wait_stream=wait_stream))
-    with Collectives(seen), mock.patch.object(gathers.torch, "get_device_module", return_value=current):
+    with Collectives(seen), mock.patch.object(fsdp2.torch, "get_device_module", return_value=current):
         loss.backward()
     of_gathers = base.model.embed_tokens._get_fsdp_state()._comm_ctx.all_gather_stream
     return seen, all(stream is of_gathers for stream in streams)
@@ -75,6 +76,36 @@ def test_a_backward_pass_waits_for_all_gathers_at_its_end(
 def test_torch_waits_itself_from_2_15_on() -> None:
     device = torch.device("cuda")
     for version, early in (("2.11.0+cu130", True), ("2.14.1", True), ("2.15.0+cu132", False), ("2.16.0", False)):
-        with mock.patch.object(gathers.torch, "__version__", version):
-            assert gathers.frees_early(device) == early
-    assert not gathers.frees_early(torch.device("cpu"))
+        with mock.patch.object(fsdp2.torch, "__version__", version):
+            assert fsdp2.frees_early(device) == early
+    assert not fsdp2.frees_early(torch.device("cpu"))
+
+
+def losses(rank: int, size: int, lora: bool, output: torch.dtype | None) -> list[torch.Tensor]:
+    """A loss in training and one in an evaluation, and one after the patch was taken away, as FSDP2 returns them."""
+    model = make_trainee(lora)
+    mesh = init_device_mesh("cpu", (size,))
+    models.patch(model, group=dist.group.WORLD)
+    base = model.get_base_model() if lora else model
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output)
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    root = fully_shard(model, mesh=mesh, mp_policy=policy)
+    batch, found = models.make_batch("packed"), []
+    for training in (True, False):
+        model.train(training)
+        found.append(model(**batch).loss)
+    found[0].backward()
+    hf_burst.unpatch_model(model)
+    assert root._get_fsdp_state()._mp_policy.output_dtype == output
+    return [loss.detach() for loss in (*found, model(**batch).loss)]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_loss_is_not_rounded_by_the_outermost_unit(ranks: Ranks, lora: bool) -> None:
+    """accelerate's policy for bf16 rounds it; that of torch, and one of fp64, leave it."""
+    kinds = (torch.bfloat16, None, torch.float64)
+    for found, exact, wide in zip(*(ranks(2).run(losses, lora, kind) for kind in kinds), strict=True):
+        assert [loss.dtype for loss in found] == [torch.float32, torch.float32, torch.bfloat16]
+        assert [loss.dtype for loss in wide] == [torch.float64] * 3
+        torch.testing.assert_close(found[:2], exact[:2], rtol=1e-6, atol=1e-6)
