@@ -11,7 +11,7 @@ LINES = {
     "hf/batches": 1_088,
     "hf/generation": 1_478,
     "hf/models": 1_435,
-    "hf/parts": 3_107,
+    "hf/parts": 3_117,
     "hf/spread": 621,
     "hf/trainers": 1_310,
     "kernels": 1_589,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_078,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_120, 0.17, 1_495, 281
+NODES, TUPLES, REFUSING, RAISES = 131_145, 0.17, 1_495, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -1,4 +1,4 @@
-"""What FSDP2 does around a pass: it keeps the loss in fp32, and a backward pass ends behind all that was gathered."""
+"""What FSDP2 does around a pass: outputs keep their dtype, and a backward pass ends behind all that was gathered."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,11 +17,13 @@ from .base import Outputs, Part
 
 
 class Fsdp2(Part):
-    """Leaves outputs in the dtype in which they were computed, and has the stream of a training step wait, at the end
-    of its backward pass, for all that FSDP2 has gathered.
+    """Leaves outputs in the dtype in which the model returns them, and has the stream of a training step wait, at the
+    end of its backward pass, for all that FSDP2 has gathered.
 
     accelerate has FSDP2 cast what the outermost unit returns to the dtype in which a model computes. In bf16 a loss of
-    2.34 becomes 2.34375, for `Trainer`'s log and for evaluations.
+    2.34 becomes 2.34375, for `Trainer`'s log and for evaluations. As under DDP, all outputs stay as they are, even if
+    16 bits were asked for. FSDP2 also casts them by the policy of a group of which not all modules ran, such as a head
+    whose weight alone is read.
 
     FSDP2 gathers each unit ahead of its turn, and in vain if no gradient goes there, as for frozen embeddings below the
     first adapter. Before torch 2.15 it gave the memory of such a gather back while it could still be under way:
@@ -30,26 +32,34 @@ class Fsdp2(Part):
     """
 
     def __init__(self) -> None:
-        self.policies = dict[Any, Any]()  # of outermost units, as they were
+        self.policies = dict[Any, Any]()  # of the states of units whose outputs are not cast
 
     def begin(self, run: ForwardPass) -> None:
-        for unit in states_of(run.call.view)[:1]:
-            root = unit._state_ctx.iter_forward_root  # none if units are called one by one
-            dtype = root and root._mp_policy.output_dtype
-            if dtype is not None and dtype.itemsize < torch.float32.itemsize:
-                self.policies[root] = root._mp_policy
-                root._mp_policy = replace(root._mp_policy, output_dtype=None)
+        for state in states_of(run.call.view)[:1]:
+            self._leave_dtype(state._state_ctx.iter_forward_root)  # none if units are called one by one
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
-        states = states_of(run.call.view) if frees_early(run.device) else ()
-        streams = {state._comm_ctx.all_gather_stream for state in states}
-        learns = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.requires_grad]
-        for value in learns if streams else ():
-            value.register_hook(partial(_wait_at_the_end, streams, run.device))
+        states = states_of(run.call.view)
+        for state in states:
+            if state._modules_to_run_forward:
+                self._leave_dtype(state)
+        if not frees_early(run.device):
+            return
+        contexts = [state._comm_ctx for state in states]  # a unit that never ran has no streams yet
+        streams = {context.all_gather_stream for context in contexts if hasattr(context, "all_gather_stream")}
+        for value in tree_leaves(outputs) if streams else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_wait_at_the_end, streams, run.device))
 
     def remove(self, view: ModelView) -> None:
-        for root, policy in self.policies.items():
-            root._mp_policy = policy
+        for state, policy in self.policies.items():
+            state._mp_policy = policy
+
+    def _leave_dtype(self, state: Any) -> None:
+        dtype = state and state._mp_policy.output_dtype
+        if dtype is not None and dtype.itemsize < torch.float32.itemsize:
+            self.policies[state] = state._mp_policy
+            state._mp_policy = replace(state._mp_policy, output_dtype=None)
 
 
 def _wait_at_the_end(streams: Collection[Any], device: torch.device, gradient: Tensor) -> None:

@@ -109,3 +109,46 @@ def test_a_loss_is_not_rounded_by_the_outermost_unit(ranks: Ranks, lora: bool) -
         assert [loss.dtype for loss in found] == [torch.float32, torch.float32, torch.bfloat16]
         assert [loss.dtype for loss in wide] == [torch.float64] * 3
         torch.testing.assert_close(found[:2], exact[:2], rtol=1e-6, atol=1e-6)
+
+
+def fused(rank: int, size: int) -> dict[str, torch.dtype]:
+    """What a pass returns whose head is not called, but read, as by TRL, with the group that accelerate makes of it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = make_trainee(False)
+    add_fused_lm_head(model)
+    mesh = init_device_mesh("cpu", (size,))
+    models.patch(model, group=dist.group.WORLD)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    for unit in ([model.model.norm, model.lm_head], model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    outputs = model.train()(**models.make_batch("packed"), fused_lm_head=True)
+    return {name: outputs[name].dtype for name in ("loss", "log_probs")}
+
+
+def test_what_a_head_returns_that_is_only_read_is_not_rounded(ranks: Ranks) -> None:
+    for dtypes in ranks(2).run(fused):
+        assert dtypes == {"loss": torch.float32, "log_probs": torch.float32}
+
+
+def one_by_one(rank: int, size: int) -> float:
+    """The loss where layers are units without an outermost one, and one of the units never runs."""
+    model = make_trainee(False)
+    model.spare = torch.nn.Linear(8, 8)
+    mesh = init_device_mesh("cpu", (size,))
+    models.patch(model, group=dist.group.WORLD)
+    for unit in (*model.model.layers, model.spare):
+        fully_shard(unit, mesh=mesh)
+    with mock.patch.object(fsdp2, "frees_early", return_value=True):
+        loss = model(**models.make_batch("packed")).loss
+    current = SimpleNamespace(current_stream=lambda _: SimpleNamespace(wait_stream=lambda _: None))
+    with mock.patch.object(fsdp2.torch, "get_device_module", return_value=current):
+        loss.backward()
+    return float(loss.detach())
+
+
+def test_units_without_an_outermost_one(ranks: Ranks) -> None:
+    wanted = float(models.plain_loss(make_trainee(False), models.make_batch("packed")).detach())
+    assert ranks(2).run(one_by_one) == pytest.approx([wanted] * 2, rel=1e-5)
