@@ -50,22 +50,28 @@ def test_bytes_that_leave_a_host_are_counted(pool, source, target):
 
 
 def test_a_shaped_link_takes_its_time(pool):
-    """Two pairs at once share the link of their hosts; each way has its own. Inside a host nothing is slower. The best
-    of a few tries counts: a busy machine, and acknowledgements behind the data of the other way, only take longer."""
+    """Two pairs at once share the link of their hosts; each way has its own: a link that both ways share would take
+    twice as long. Inside a host nothing is slower. A busy machine only takes longer, so the best of many tries counts,
+    up to the first that is fast enough."""
 
-    def seconds(function, *arguments, tries=4):
-        return min(max(pool.run(function, *arguments)) for _ in range(tries))
+    def seconds(function, *arguments, within):
+        best = float("inf")
+        for _ in range(100):
+            best = min(best, *[max(pool.run(function, *arguments)) for _ in range(2)])
+            if best < within:
+                break
+        return best
 
     length = SENT // 4
     least = length * 8 / 100e6
     pool.network.shape(100)
     try:
-        assert 0.95 * least < seconds(_message, 0, 2, length) < 1.3 * least
-        assert 0.95 * least < seconds(_exchange, 2, length // 2) < 1.5 * least
-        assert seconds(_message, 0, 1, length) < least / 3
+        assert 0.95 * least < seconds(_message, 0, 2, length, within=1.6 * least) < 1.6 * least
+        assert 0.95 * least < seconds(_exchange, 2, length // 2, within=1.6 * least) < 1.6 * least
+        assert seconds(_message, 0, 1, length, within=least / 3) < least / 3
     finally:
         pool.network.shape(None)
-    assert seconds(_message, 0, 2, length) < least / 3
+    assert seconds(_message, 0, 2, length, within=least / 3) < least / 3
 
 
 def test_a_host_sees_its_own_interfaces_only(pool):
