@@ -3,7 +3,7 @@ about Transformers."""
 
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads
-from .fla import choose_variants, fla_compared, fla_convolution, fla_gated_norm, fla_installed, fla_kernels, unit_norm
+from .fla import both_passes, fla_compared, fla_convolution, fla_gated_norm, fla_installed, fla_kernels, unit_norm
 from .halo import causal_convolution
 from .pieces import Rule
 from .replay import ReplayBuffer, Shards
@@ -13,7 +13,7 @@ from .two_passes import delta_rule_in_two_passes
 
 # fmt: off
 __all__ = [
-    "LastStates", "ReplayBuffer", "Rule", "Shards", "causal_convolution", "choose_variants", "delta_rule_by_heads",
+    "LastStates", "ReplayBuffer", "Rule", "Shards", "both_passes", "causal_convolution", "delta_rule_by_heads",
     "delta_rule_by_states", "delta_rule_in_two_passes", "fla_compared", "fla_convolution", "fla_gated_norm",
     "fla_installed", "fla_kernels", "own_heads", "scan_by_channels", "scan_by_states", "unit_norm",
 ]

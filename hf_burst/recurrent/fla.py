@@ -1,6 +1,5 @@
 """The steps of a gated delta rule, by the kernels that flash-linear-attention's own function calls in turn."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,15 +11,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import from_host
-from ..kernels.tuning import tune_in_parallel
+from ..kernels.tuning import compile_ahead
 from .two_passes import DeltaKernels, Inputs, Opaque, Passing
-
-logger = logging.getLogger(__name__)
 
 _COMPARED = "0.6."  # the versions compared, because the kernels are not a stable interface
 _CHUNK = 64  # tokens in one matrix product
 _LARGEST = 256  # most key dimensions of a head
-_TUNED = 16384  # tokens for tuning: enough to fill a GPU, but little memory compared with a step
 
 
 def fla_kernels(device: torch.device, keys: int) -> DeltaKernels | None:
@@ -48,6 +44,7 @@ def unit_norm(tensor: Tensor) -> Tensor:
     """Normalizes vectors along the last dimension, as fla's own function does with queries and keys."""
     from fla.modules.norm.l2norm import l2norm
 
+    compile_ahead(l2norm, tensor)
     return l2norm(tensor)
 
 
@@ -56,7 +53,9 @@ def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     In memory the channels of a token are contiguous, in the input and the output."""
     from fla.modules.causal_conv1d import causal_conv1d
 
-    return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
+    rows = x.transpose(1, 2)
+    compile_ahead(causal_conv1d, rows, weight, bias, activation=activation)
+    return causal_conv1d(rows, weight, bias, activation=activation)[0].transpose(1, 2)
 
 
 def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
@@ -72,6 +71,7 @@ def fla_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activati
     """
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
+    compile_ahead(rms_norm_gated, x, gate, weight, bias=None, activation=activation, eps=eps)
     return rms_norm_gated(x, gate, weight, None, activation, eps=eps)
 
 
@@ -165,34 +165,22 @@ class _FlaKernels:
         return Inputs(*(gradient[0].to(own.dtype) for gradient, own in zip(found, inputs, strict=True)))
 
 
-def choose_variants(inputs: Sequence[Tensor]) -> None:
-    """Tunes all Triton kernels for inputs like these, once per process, before a step fills the GPU.
+@torch.no_grad()
+def both_passes(*inputs: Tensor) -> Tensor:
+    """Calls every kernel of a gated delta rule in two passes, to have them compiled: see [`compile_ahead`].
 
     Args:
-        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], with normalized queries and keys.
+        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], on the device `meta`.
     """
-    tune_in_parallel()
-    _choose_variants(inputs[0].device, tuple((tensor.shape[2:], tensor.dtype) for tensor in inputs))
-
-
-@cache
-def _choose_variants(device: torch.device, forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> None:
-    kernels, generator = _FlaKernels(), torch.Generator(device).manual_seed(0)
-    here = torch.cuda.device_of(torch.empty(0, device=device))
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), here:
-        q, k, v, g, beta = (
-            torch.rand(_TUNED, *shape, dtype=dtype, device=device, generator=generator) for shape, dtype in forms
-        )
-        passing = Passing((0, 1), kernels.lay([0, _TUNED // 2, _TUNED], device))
-        try:
-            inputs = Inputs(unit_norm(q), unit_norm(k), v, -g, beta)
-            prepared = kernels.prepare(inputs, passing)
-            states, _ = kernels.maps(inputs, prepared, passing)
-            out = kernels.outputs(inputs, prepared, states, passing)
-            dbegin, begun = kernels.begin_backward(inputs, prepared[: kernels.kept], states, out, passing)
-            kernels.end_backward(inputs, begun, dbegin, passing)
-        except torch.OutOfMemoryError as problem:
-            logger.info("Delta rules are tuned within the step, since the GPU has no room before it: %s", problem)
+    kernels, own = _FlaKernels(), Inputs(*(tensor.flatten(0, 1) for tensor in inputs))
+    laid = kernels.lay([0, len(own.q) // 2, len(own.q)], torch.device("cpu"))
+    passing = Passing((0, 1), _Laid(*({name: tensor.to("meta") for name, tensor in part.items()} for part in laid)))
+    prepared = kernels.prepare(own, passing)
+    states, _ = kernels.maps(own, prepared, passing)
+    out = kernels.outputs(own, prepared, states, passing)
+    dbegin, begun = kernels.begin_backward(own, prepared[: kernels.kept], states, out, passing)
+    kernels.end_backward(own, begun, dbegin, passing)
+    return out
 
 
 def _rows(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -10,19 +10,19 @@ LINES = {
     "hf": 2_420,
     "hf/batches": 1_088,
     "hf/generation": 1_478,
-    "hf/models": 1_435,
+    "hf/models": 1_439,
     "hf/parts": 3_117,
     "hf/spread": 621,
     "hf/trainers": 1_310,
-    "kernels": 1_589,
+    "kernels": 1_710,
     "layers": 1_707,
     "plan": 2_238,
     "ranks": 1_377,
-    "recurrent": 1_100,
+    "recurrent": 1_088,
     "ring": 2_078,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_145, 0.17, 1_495, 281
+NODES, TUPLES, REFUSING, RAISES = 131_667, 0.17, 1_498, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

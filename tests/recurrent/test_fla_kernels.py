@@ -5,11 +5,14 @@ The package is fetched into a folder of its own: where Transformers finds it, it
 
 import builtins
 import importlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +31,6 @@ from hf_burst.recurrent import (
     causal_convolution,
     delta_rule_by_states,
     delta_rule_in_two_passes,
-    fla,
     fla_convolution,
     fla_gated_norm,
     unit_norm,
@@ -38,6 +40,7 @@ from tests.support.delta_steps import token_by_token
 from tests.support.ranks import RankPool
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
 Ranks = Callable[[int], RankPool]
 Case = tuple[tuple[tuple[int, ...], ...], Chunking]
 HEADS, KEYS, CHUNK = 2, 64, 64
@@ -184,29 +187,20 @@ def test_convolutions_by_their_kernel(ranks: Ranks, folder: str, name: str) -> N
             assert (mine.double() - exact).norm() <= 1e-6 * exact.norm()
 
 
-def tuned(rank: int, size: int, folder: str) -> list[int]:
-    """How many variants are timed where they are chosen, and by a step behind that."""
-    interpret(folder)
-    from triton.runtime.autotuner import Autotuner
-
-    timed = mock.Mock(return_value=[0.0])
-    inputs, _ = rule_inputs(CASES["contiguous"][0], channels=False)
-    with (
-        mock.patch.object(Autotuner, "_bench", lambda self, *args, config, **meta: timed(config)),
-        mock.patch.object(fla, "_TUNED", 2 * CHUNK),
-    ):
-        fla.choose_variants(inputs)
-        chosen = timed.call_count
-        fla.choose_variants(inputs)
-        of_one_rank(rank, size, folder, CASES["contiguous"], False)
-    return [chosen, timed.call_count - chosen]
-
-
-def test_variants_are_chosen_before_a_step(ranks: Ranks, folder: str) -> None:
-    """But for norms, whose variants depend on the tokens."""
-    for chosen, later in ranks(2).run(tuned, folder, timeout=600):
-        assert chosen > 20
-        assert later < chosen / 3, (chosen, later)
+@pytest.mark.parametrize("how", ["passes", "packed", "whole"])
+def test_kernels_of_a_layer_are_compiled_ahead(folder: str, tmp_path: Path, how: str) -> None:
+    """Of both passes, by Triton's own classes without a GPU: nothing is left for a call."""
+    paths = os.pathsep.join([str(ROOT), folder, os.environ.get("PYTHONPATH", "")])
+    more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "tests.support.fla_without_gpu", how]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ahead, launched = True, set[str]()
+    for what in json.loads(done.stdout.splitlines()[-1]):
+        ahead = what == "ahead" or (ahead and what != "called")
+        assert ahead or not what.startswith("compiled"), what
+        launched |= set(what.split()[1:2]) if what.startswith("launched") else set()
+    assert len(launched) == 15
 
 
 def questions(rank: int, size: int, folder: str, name: str) -> int:

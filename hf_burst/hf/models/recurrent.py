@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
+from ...kernels.tuning import compile_ahead
 from ...plan.recurrence import Way
 from ...recurrent import (
     LastStates,
     Rule,
     Shards,
+    both_passes,
     causal_convolution,
-    choose_variants,
     delta_rule_by_heads,
     delta_rule_by_states,
     delta_rule_in_two_passes,
@@ -86,6 +87,9 @@ def _delta_rule(original: Function) -> Function:
         def over_rows(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> Any:
             q, k, v, decay, rate = rows
             options = {} if bounds is None else {"cu_seqlens": bounds}
+            if by_fla and states is None and fla_compared(q.device):
+                settings = {"output_final_state": ends, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+                compile_ahead(original, *rows, packed=bounds is not None, **settings)
             return original(
                 q,
                 k,
@@ -113,8 +117,8 @@ def _delta_rule(original: Function) -> Function:
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
-        if fla_compared(query.device):  # only FLA's own kernels have variants
-            choose_variants(inputs)
+        if shards.segments.slots and fla_compared(query.device):
+            compile_ahead(both_passes, *inputs)
         return delta_rule_in_two_passes(rule, kernels, inputs, shards), None
 
     return chunk_delta_rule

@@ -1,0 +1,131 @@
+"""Triton's own classes without a GPU: what is compiled and launched is noted, and neither happens. Run by
+`kernels/test_rehearsal.py` as a program of its own, because Triton interprets in the other tests.
+
+    TRITON_INTERPRET=0 python -m tests.support.without_gpu 8192 checkpointed
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hf_burst.kernels import tuning
+
+
+class Driver:
+    """As far as a launch asks the driver of a GPU. Of two candidates the one with fewer warps is the faster."""
+
+    launcher_cls = utils = None
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        def timed(call: Any, quantiles: Any, **times: Any) -> list[float]:
+            call()
+            return [float(did[-1].split()[-1])] * 3
+
+        return timed
+
+
+did = list[str]()
+
+
+def compiled(source: Any, target: Any, options: Any, _env_vars: Any = None) -> Any:
+    """Stands in for the compiler, which threads call when they find the time."""
+    name = f"{source.fn.__name__} {options['num_warps']}"
+    return SimpleNamespace(
+        launch_metadata=lambda *arguments: None,
+        run=lambda *arguments: did.append(f"launched {name}"),
+        function=None,
+        packed_metadata=None,
+    )
+
+
+def asked(kernel: Any, *call: Any) -> Any:
+    """Where Triton asks for a kernel to be compiled."""
+    did.append(f"compiled {kernel.fn.__name__} {call[4].num_warps}")
+    return ask(kernel, *call)
+
+
+driver.set_active(Driver())
+ask, JITFunction._do_compile = JITFunction._do_compile, asked
+triton.compiler.compile = compiled
+CANDIDATES = [triton.Config({}, num_warps=warps) for warps in (8, 2, 4)]
+
+
+@triton.autotune(CANDIDATES, key=["size"])
+@triton.jit
+def forward(x, y, size):
+    tl.store(y + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+@triton.jit
+def plain(x, y, size):
+    tl.store(y + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+@triton.autotune(CANDIDATES, key=["size"])
+@triton.jit
+def backward(x, y, size):
+    tl.store(y + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bounds: Tensor | None) -> Tensor:
+        y, ends = torch.empty_like(x), None if bounds is None else bounds.tolist()
+        assert ends in (None, [0, x.shape[1] // 2, x.shape[1]])
+        ctx.save_for_backward(y)
+        forward[(1,)](x, y, x.numel())
+        plain[(1,)](x, y, x.numel())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        backward[(1,)](dy, torch.empty_like(y), y.numel())
+        return torch.empty_like(y), None
+
+
+def copy(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """By three kernels, of which two are tuned."""
+    return Copy.apply(x, cu_seqlens)
+
+
+def main(tokens: int, how: str) -> None:
+    tuning.tune_in_parallel()
+    x = torch.zeros(1, tokens, 16, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        if how == "failing":
+            tuning.rehearse(lambda: copy(torch.empty_like(x, device="meta")).item())
+        elif how != "alone":
+            forms, packed = (tuning._Form.of(x),), x.device if how == "packed" else None
+            tuning._compile_ahead(copy, forms, packed, ())
+        did.append("called")
+        return copy(x)
+
+    out = checkpoint(step, x, use_reentrant=False) if how == "checkpointed" else step(x)
+    did.append("backward")
+    out.sum().backward()
+    print(json.dumps(did))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
