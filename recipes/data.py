@@ -36,7 +36,7 @@ from rows import (
     kind_of,
     map_rows,
     pictures_of,
-    read_json,
+    read_written,
     reading,
 )
 from settings import DataSettings, using
@@ -93,9 +93,11 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         with using(f"dataset {own}"), reading(own):
             if kind is None:
                 return load_dataset(*names, split=split)
-            options = {"sample_by": "document"} if kind == "text" else {}
-            read = read_json if kind == "json" else partial(load_dataset, kind, **options)
-            rows = read(data_files=own, split=split)
+            if kind in ("json", "csv"):
+                rows = read_written(kind, own, split)
+            else:
+                options = {"sample_by": "document"} if kind == "text" else {}
+                rows = load_dataset(kind, data_files=own, split=split, **options)
             if "images" in rows.column_names and answer_columns(rows) and not has_pictures(rows):
                 rows = rows.add_column(FOLDER, folders_of(rows, own, split))
         renamed = kind == "text" and text_column != "text"

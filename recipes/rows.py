@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from glob import glob
 from hashlib import sha256
-from itertools import chain, count, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from textwrap import shorten
 from types import NoneType
@@ -35,7 +36,7 @@ SOURCES = [  # of functions, whose names are all that datasets knows
 NUMBER = "number of the row"  # a column that readers of rows leave as it is
 FOLDER, PICTURES = "folder of the file", "pictures of the row"  # columns beside the names of images
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
-PLAIN = ("string", "int64", "bool", "null")  # what Arrow reads of JSON as it is written
+PLAIN = {str: "string", int: "int64", bool: "bool", NoneType: "null"}  # what Arrow holds of JSON as it is written
 
 
 @dataclass
@@ -81,8 +82,10 @@ def reading(names: list[str]) -> Iterator[None]:
 
 
 def files_of(names: list[str]) -> list[str]:
-    """Names that are files, and the files of folders."""
-    return [file for name in names for file in expand(name) if Path(file).is_file()]
+    """Names that are files, and the files of folders and of patterns."""
+    named = chain.from_iterable(map(expand, names))
+    held = chain.from_iterable([name] if Path(name).is_file() else sorted(glob(name, recursive=True)) for name in named)
+    return [name for name in held if Path(name).is_file()]
 
 
 def wrong_in(file: str) -> Iterator[str]:
@@ -95,13 +98,12 @@ def wrong_in(file: str) -> Iterator[str]:
         for place, row in groups_of(file) if file.lower().endswith(".parquet") else placed_rows(file):
             if isinstance(row, json.JSONDecodeError):
                 yield f"{place}: {row.msg} (column {row.colno})"
+            elif isinstance(row, csv.Error):
+                yield f"{place}: {row}"
             elif not isinstance(row, dict):
                 yield f"{place}: it must be a mapping, such as {{...}}"
     except (DatasetsError, ValueError, OSError) as error:
-        if "EOF inside string" in str(error):  # the last row of the file
-            yield f"{file}:{[*csv_lines(file)][-1]}: a quote has no end"
-        else:
-            yield f"{file if place == file else f'behind {place}'}: {str(error).strip()}"
+        yield f"{file if place == file else f'behind {place}'}: {str(error).strip()}"
 
 
 def not_utf_8(file: str) -> str | None:
@@ -124,19 +126,16 @@ def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{file}, row {rows:,}", {}
 
 
-def read_json(data_files: list[str], split: str) -> Dataset:
-    """Rows of JSON as they are written. Of columns that are more than text, whole numbers and truth values, Arrow makes
-    times of dates, floats of numbers, and one order of keys, and it fails where pieces of a file differ."""
+def read_written(kind: str, data_files: list[str], split: str) -> Dataset:
+    """Rows of JSON or CSV as they are written; all of CSV is text. datasets makes times of dates, floats of numbers,
+    and one order of keys. Where a later piece of a file has another type, it puts quotes around text, makes text of
+    numbers, drops zeros before them, or fails."""
     if any("://" in file for file in data_files):  # which are not local
-        return load_dataset("json", data_files=data_files, split=split)
+        return load_dataset(kind, data_files=data_files, split=split)
     data_files = list(map(str, DataFilesList.from_patterns(data_files)))
-    with suppress(DatasetsError, ValueError):  # what is wrong with files or a split is looked at below
-        rows = load_dataset("json", data_files=data_files, split=split)
-        if all(getattr(kind, "dtype", None) in PLAIN for kind in rows.features.values()):
-            return rows
-    columns = from_files(text_columns, data_files, Features({"name": Value("string"), "text": Value("bool")}))
-    kinds = {column["name"]: Value("string") if column["text"] else ExactJson() for column in columns}
-    rows = from_files(json_rows, data_files, Features(kinds))
+    columns = from_files(columns_of, data_files, Features({"name": Value("string"), "kind": Value("string")}))
+    kinds = {column["name"]: Value(column["kind"]) if column["kind"] else ExactJson() for column in columns}
+    rows = from_files(written_rows, data_files, Features(kinds))
     parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     if not any(part.to > part.from_ for part in parts):
         raise ValueError(f"{split!r} of {len(rows)} rows holds none")
@@ -150,17 +149,21 @@ def from_files(make: Callable[[list[str]], Iterator[Any]], files: list[str], fea
     return Dataset.from_generator(make, features=features, gen_kwargs={"files": files}, fingerprint=known)
 
 
-def text_columns(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The columns of files of JSON, and whether they hold text alone."""
+def columns_of(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The columns of files, and their kind; none if Arrow would change a value."""
     kinds: dict[str, set[type]] = defaultdict(set)
-    for row in json_rows(files):
+    for row in written_rows(files):
         for name, value in row.items():
-            kinds[name].add(type(value))
-    yield from ({"name": name, "text": found <= {str, NoneType}} for name, found in kinds.items())
+            kinds[name].add(float if type(value) is int and value.bit_length() > 63 else type(value))
+    if not kinds:
+        raise DatasetsError("it holds no rows")
+    for name, found in kinds.items():
+        first, *more = (found - {NoneType}) or found
+        yield {"name": name, "kind": None if more else PLAIN.get(first)}
 
 
-def json_rows(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of files of JSON; one that is null is empty."""
+def written_rows(files: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of files of JSON or CSV; one that is null is empty."""
     for place, row in chain.from_iterable(placed_rows(file, errors="strict") for file in files):
         if not isinstance(row, dict | None):
             raise DatasetsError(f"{place} is not a row")
@@ -168,8 +171,8 @@ def json_rows(files: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of JSON
-    that is broken stands its error. `errors` is that of `open`, for JSON that is not UTF-8."""
+    """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of a row
+    that is broken stands its error. `errors` is that of `open`, for text that is not UTF-8."""
     kind = kind_of(file)
     if file.lower().endswith(".jsonl"):
         with Path(file).open(encoding="utf-8-sig", errors=errors) as lines:
@@ -179,15 +182,11 @@ def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]
         text = Path(file).read_text(encoding="utf-8-sig", errors=errors)
         values = json_values(text, text.index("[") + 1 if text.lstrip().startswith("[") else 0)
         yield from ((f"{file}:{line}", value) for line, value in values)
-    elif kind in ("csv", "parquet"):
-        rows = load_dataset(kind, data_files=file, split="train", streaming=True)
-        rows = rows.decode(False) if kind == "parquet" else rows  # images of others are names
-        places = (
-            (f":{line}" for line in islice(csv_lines(file), 1, None))
-            if kind == "csv"
-            else (f", row {row:,}" for row in count(1))
-        )
-        yield from ((f"{file}{place}", row) for row, place in zip(rows, places, strict=False))
+    elif kind == "csv":
+        yield from ((f"{file}:{line}", row) for line, row in csv_rows(file, errors))
+    elif kind == "parquet":
+        rows = load_dataset(kind, data_files=file, split="train", streaming=True).decode(False)
+        yield from ((f"{file}, row {number:,}", row) for number, row in enumerate(rows, 1))
 
 
 def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
@@ -204,22 +203,36 @@ def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
             return
         try:
             value, end = decoder.raw_decode(text, start)
+            if "\\ud" in text[start:end].lower():
+                json.dumps(value, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             yield error.lineno, error
+            return
+        except UnicodeEncodeError as error:
+            half = f"{error.object[error.start]!r} is half of a character, whose other half is missing"
+            yield line, json.JSONDecodeError(half, text, start)
             return
         yield line, value
         line += text.count("\n", start, end)
 
 
-def csv_lines(file: str) -> Iterator[int]:
-    """The lines in which the rows of a CSV file begin, that of its header first."""
+def csv_rows(file: str, errors: str) -> Iterator[tuple[int, Any]]:
+    """The rows of a CSV file, each with the line in which it begins; no text is null. What is wrong is the last."""
     csv.field_size_limit(sys.maxsize)  # a field may be a long text
-    with Path(file).open(newline="", encoding="utf-8") as held:
-        reader, begins = csv.reader(held), 1
-        for row in reader:
-            if row:
-                yield begins
-            begins = reader.line_num + 1
+    with Path(file).open(newline="", encoding="utf-8-sig", errors=errors) as held:
+        reader, names, begins = csv.reader(held, strict=True), list[str](), 1
+        try:
+            for values in reader:
+                if not names:
+                    names = values
+                elif len(values) > len(names):
+                    raise csv.Error(f"it holds {len(values)} values for {len(names)} columns")
+                elif values:
+                    yield begins, dict(zip_longest(names, (value or None for value in values)))
+                begins = reader.line_num + 1
+        except csv.Error as error:
+            said = "a quote has no end" if "unexpected end" in str(error) else str(error)
+            yield begins, csv.Error(said)
 
 
 def code() -> str:

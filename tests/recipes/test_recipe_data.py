@@ -501,6 +501,38 @@ def test_whole_texts_are_held_out_where_ends_would_be_empty(tmp_path: Path) -> N
     assert sorted([*train["text"], *held_out["text"]]) == ["ab", "cd", "ef"]
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [('{"text": 5}', "text is 5; it must be text"), ('{"text" 5}', "Expecting ':' delimiter (column 9)")],
+)
+def test_files_of_a_pattern_are_named(tmp_path: Path, arguments: Any, row: str, told: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.jsonl").write_text(f'{{"text": "b \\ud83d\\ude00"}}\n{row}\n')
+    with pytest.raises(SystemExit) as end:
+        tokens_of(tmp_path / "[ab]*.jsonl", arguments)
+    assert str(end.value).endswith(f" cannot be used: {tmp_path / 'b.jsonl'}:2: {told}")
+
+
+@pytest.mark.parametrize("behind", [{"text": 5}, {"text": {"b": "c"}}], ids=["number", "mapping"])
+@pytest.mark.parametrize("files", [1, 2])
+def test_text_before_other_values_stays_as_it_is(tmp_path: Path, behind: dict[str, Any], files: int) -> None:
+    """datasets reads pieces of 10 MiB, each with types of its own: behind the first `b` became `"b"`, 5 became `5`."""
+    first, second = [{"text": "a" * (11 << 20) if files == 1 else "a"}], [{"text": "b"}, behind]
+    parts = [[*first, *second]] if files == 1 else [first, second]
+    names = [conversations.write(tmp_path / f"{number}.jsonl", part) for number, part in enumerate(parts)]
+    assert list(data.load_rows(list(map(str, names)), "train")) == [*first, *second]
+
+
+def test_all_of_csv_is_text_as_it_is_written(tmp_path: Path) -> None:
+    """pandas reads 10,000 rows at a time: of numbers alone it dropped zeros, and "NA" was no text."""
+    texts = [*["a"] * 10_000, *["007"] * 10_000, "NA", "1,5", '"', "two\nlines", "true"]
+    written = "\n".join('"' + text.replace('"', '""') + '",' for text in texts)
+    (tmp_path / "rows.csv").write_text(f"text,other\n\n{written}\nlast")
+    rows = data.load_rows([str(tmp_path / "rows.csv")], "train")
+    assert rows["text"] == [*texts, "last"]
+    assert set(rows["other"]) == {None}
+
+
 def test_chats_beside_texts_stay_whole(tmp_path: Path) -> None:
     rows = [{"text": "a chat", "messages": TURN} for _ in range(4)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
@@ -548,12 +580,22 @@ def test_a_row_is_named_as_it_stands_in_files_of_every_kind(tmp_path: Path, argu
         (
             "more.csv",
             b"text,other\na,b\na,b,c\n",
-            "more.csv: Error tokenizing data. C error: Expected 2 fields in line 3",
+            "more.csv:3: it holds 3 values for 2 columns",
         ),
         ("quote.csv", b'text,other\na,b\na,"b\nc,d\n', "quote.csv:3: a quote has no end"),
         ("cut.parquet", b"PAR1 cut", "cut.parquet: Parquet magic bytes not found"),
         ("latin.csv", b"text\nStra\xdfe\n", "latin.csv:2 is not UTF-8"),
         ("latin.txt", b"\xff\xfe" * 9, "is not UTF-8: invalid start byte"),
+        (
+            "half.jsonl",
+            b'{"text": "a"}\n{"text": "\\ud83d"}\n',
+            "half.jsonl:2: '\\ud83d' is half of a character, whose",
+        ),
+        (
+            "half.json",
+            b'[{"messages": []},\n{"messages": ["\\uDe00"]}]',
+            "half.json:2: '\\ude00' is half of a character",
+        ),
         ("empty.jsonl", b"", "cannot be used: it holds no rows"),
         ("empty/", None, "is a folder that holds nothing"),
     ],
