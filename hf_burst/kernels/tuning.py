@@ -7,6 +7,7 @@ By Triton alone, candidates are compiled one after another, for minutes, in each
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +22,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 32  # most per process
+_THREADS = 32  # most for each purpose
 # of a candidate: in Triton's own 25 and 100 a small kernel is launched thousands of times
 _TIMES_MS = {"warmup": 5, "rep": 20}
 _IN_FILES = int | float | str | None  # what a file of times can hold, which is JSON
@@ -41,7 +42,7 @@ def tune_in_parallel() -> bool:
     to 0 to tune in each process.
 
     Returns:
-        `bool`: Whether kernels can be rehearsed, too: by a Triton that waits for a kernel when it is launched (3.7).
+        `bool`: Whether kernels can be compiled ahead, which needs launches that wait for their kernel (Triton 3.7).
     """
     try:
         from triton import knobs
@@ -55,7 +56,6 @@ def tune_in_parallel() -> bool:
         return False
     prune, bench, tune, launch = Autotuner.prune_configs, Autotuner._bench, Autotuner.run, JITFunction.run
     keep = knobs.autotuning.cache or "TRITON_CACHE_AUTOTUNING" not in os.environ
-    threads = _threads()
 
     def candidates(tuner: Any, settings: dict[str, Any]) -> Any:
         """What a call with new sizes will time."""
@@ -67,7 +67,15 @@ def tune_in_parallel() -> bool:
         return found
 
     def time_shortly(call: Any, quantiles: Any) -> Any:
-        return driver.active.get_benchmarker()(call, quantiles=quantiles, **_TIMES_MS)
+        try:
+            return driver.active.get_benchmarker()(call, quantiles=quantiles, **_TIMES_MS)
+        except torch.OutOfMemoryError:  # for the 256 MB by which it empties the cache between two launches
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            return [begin.elapsed_time(end)] * len(quantiles)
 
     def submit(tuner: Any, candidates: Any, *args: Any, **settings: Any) -> None:
         for candidate in candidates:
@@ -81,11 +89,10 @@ def tune_in_parallel() -> bool:
             raise _Enough
         if len(waiting) > 1:
             name = tuner.base_fn.__name__
-            logger.info("Triton tunes %s: %d candidates, compiled by %d threads", name, len(waiting), threads)
+            logger.info("Triton tunes %s: %d candidates", name, len(waiting))
             if "_do_bench" in vars(tuner) and tuner._do_bench is None:  # the kernel does not say how it is timed
                 tuner._do_bench = time_shortly
-            pool = ThreadPoolExecutor(threads)
-            with suppress(Exception), pool, AsyncCompileMode(pool, ignore_errors=True):
+            with suppress(Exception), AsyncCompileMode(_pool("a call"), ignore_errors=True):
                 submit(tuner, waiting, *args, **settings)
         return bench(tuner, *args, config=config, **settings)
 
@@ -93,8 +100,10 @@ def tune_in_parallel() -> bool:
         with suppress(_Enough):
             return tune(tuner, *args, **settings)
 
-    def launch_or_submit(kernel: Any, *args: Any, warmup: bool, **settings: Any) -> Any:
-        return launch(kernel, *args, warmup=warmup or _rehearses.get(), **settings)
+    def launch_or_submit(kernel: Any, *args: Any, **settings: Any) -> Any:
+        if _rehearses.get():
+            settings["warmup"] = True
+        return launch(kernel, *args, **settings)
 
     Autotuner.prune_configs, Autotuner._bench, Autotuner.run = candidates, compile_first, tune_or_submit
     JITFunction.run = launch_or_submit
@@ -102,42 +111,73 @@ def tune_in_parallel() -> bool:
 
 
 def compile_ahead(function: Callable[..., Any], *tensors: Tensor | None, packed: bool = False, **settings: Any) -> None:
-    """Has threads compile the kernels of a function and of its backward pass, once for tensors of these forms: when it
-    is called, the first of them waits for itself alone, and not each one for those before it.
+    """Has threads compile the kernels of a function and of its backward pass, all candidates of all of them at once,
+    and returns before they are done: a launch waits for its own kernel. This is done once for tensors of these forms.
+    If it fails, kernels are compiled when they are called, as without it.
+
+    A rehearsal, in which kernels are submitted and not launched, calls the function with tensors of the device `meta`,
+    in a thread of its own, where no checkpoint and no mode of torch counts what it does.
 
     Args:
         function (callable): Takes the tensors and the settings, and returns a tensor or a tuple that begins with one.
-        tensors (`torch.Tensor` or `None`): The first is of shape `(batch, tokens, ...)`. On CPUs nothing is done.
-        packed (`bool`, defaults to `False`): Whether it is given the bounds of documents as `cu_seqlens`. The rehearsal
-            makes its own, because it cannot know whether those of a stream have been computed.
+        tensors (`torch.Tensor` or `None`): Those of the call. On CPUs, and while torch compiles or captures, nothing is
+            done.
+        packed (`bool`, defaults to `False`): Whether it is given the bounds of documents as `cu_seqlens`. A rehearsal
+            makes its own on the GPU, because it cannot know whether those of a stream have been computed.
         settings: Further arguments, which can be hashed.
     """
-    if torch.compiler.is_compiling() or tensors[0] is None or tensors[0].device.type != "cuda":
-        return
-    if not torch.cuda.is_current_stream_capturing():
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if not torch.compiler.is_compiling() and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         forms = tuple(None if tensor is None else _Form.of(tensor) for tensor in tensors)
-        _compile_ahead(function, forms, tensors[0].device if packed else None, tuple(settings.items()))
+        _compile_ahead(function, device, forms, packed, tuple(settings.items()))
 
 
 @cache
 def _compile_ahead(
     function: Callable[..., Any],
+    device: torch.device,
     forms: tuple["_Form | None", ...],
-    packed: torch.device | None,
+    packed: bool,
     settings: tuple[tuple[str, Any], ...],
 ) -> None:
-    def run() -> None:
+    def rehearse() -> None:
         tensors, options = [None if form is None else form.tensor() for form in forms], dict(settings)
-        if packed is not None and tensors[0] is not None:
-            tokens = tensors[0].shape[1]
-            options["cu_seqlens"] = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=packed)
-        out = function(*tensors, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        learned = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-        if out.requires_grad:
-            torch.autograd.grad(out, learned, torch.empty_like(out), allow_unused=True)
+        if packed:
+            tokens = next(tensor.shape[1] for tensor in tensors if tensor is not None)
+            options["cu_seqlens"] = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
+        try:
+            with torch.cuda.device(device):
+                _submit_to("the forward pass")
+                out = function(*tensors, **options)
+                out = out[0] if isinstance(out, tuple) else out
+                if out.requires_grad:
+                    _submit_to("the backward pass")
+                    learned = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+                    torch.autograd.grad(out, learned, torch.empty_like(out), allow_unused=True)
+        except Exception as problem:
+            logger.info("Kernels of %s are compiled when they are called: %r", function.__name__, problem)
 
-    rehearse(run)
+    if tune_in_parallel():
+        thread = Thread(target=rehearse)
+        thread.start()
+        thread.join()
+
+
+def _submit_to(purpose: str) -> None:
+    """From here on, what this thread launches is only compiled, by the threads for this purpose."""
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    active_mode.set(AsyncCompileMode(_pool(purpose), ignore_errors=True))
+    _rehearses.set(True)
+
+
+@cache
+def _pool(purpose: str) -> ThreadPoolExecutor:
+    """Threads that compile. When the process ends, they leave what they have not begun: without this it would wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(max(1, min(_THREADS, cores // max(1, torch.cuda.device_count()))))
+    threading._register_atexit(pool.shutdown, wait=False, cancel_futures=True)  # type: ignore[attr-defined]
+    return pool
 
 
 @dataclass(frozen=True)
@@ -159,37 +199,3 @@ class _Form:
 
     def tensor(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta", requires_grad=self.learns)
-
-
-def rehearse(run: Callable[[], object]) -> None:
-    """Has threads compile the Triton kernels that a function launches, all candidates of all of them at once, and
-    returns before they are done: a launch waits for its own kernel. The rehearsal launches nothing, and is held in a
-    thread of its own, where no checkpoint and no mode of torch counts what it does.
-
-    Args:
-        run (callable): Takes nothing, computes with tensors of the device `meta`, and what it returns is dropped. It
-            is not called where kernels cannot be rehearsed. If it fails, kernels are compiled when they are called.
-    """
-    if not tune_in_parallel():
-        return
-    from triton.runtime._async_compile import AsyncCompileMode, active_mode
-
-    def called(device: int) -> None:
-        pool = ThreadPoolExecutor(_threads())
-        active_mode.set(AsyncCompileMode(pool, ignore_errors=True))
-        _rehearses.set(True)
-        try:
-            with torch.cuda.device(device):
-                run()
-        except Exception as problem:
-            logger.info("Kernels are compiled when they are called, since they cannot be rehearsed: %r", problem)
-        pool.shutdown(wait=False)
-
-    thread = Thread(target=called, args=[torch.cuda.current_device() if torch.cuda.is_available() else -1])
-    thread.start()
-    thread.join()
-
-
-def _threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_THREADS, cores // max(1, torch.cuda.device_count())))

@@ -1,20 +1,22 @@
 """The steps of a gated delta rule, by the kernels that flash-linear-attention's own function calls in turn."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import from_host
-from ..kernels.tuning import compile_ahead
+from ..kernels import from_host, tuning
 from .two_passes import DeltaKernels, Inputs, Opaque, Passing
 
 _COMPARED = "0.6."  # the versions compared, because the kernels are not a stable interface
+_OTHERS = ("tilelang", "flash_qla")  # packages of kernels that fla calls if they are there
 _CHUNK = 64  # tokens in one matrix product
 _LARGEST = 256  # most key dimensions of a head
 
@@ -165,22 +167,65 @@ class _FlaKernels:
         return Inputs(*(gradient[0].to(own.dtype) for gradient, own in zip(found, inputs, strict=True)))
 
 
-@torch.no_grad()
-def both_passes(*inputs: Tensor) -> Tensor:
-    """Calls every kernel of a gated delta rule in two passes, to have them compiled: see [`compile_ahead`].
+def compile_ahead(function: Callable[..., Any], *tensors: Tensor | None, packed: bool = False, **settings: Any) -> None:
+    """See [`hf_burst.kernels.tuning.compile_ahead`], for functions of fla. Nothing is done if one of its packages for
+    other kernels than Triton's is there: what these do with tensors of `meta` is not known."""
+    if not _others_installed():
+        _take_devices_without_index()
+        tuning.compile_ahead(function, *tensors, packed=packed, **settings)
+
+
+@cache
+def _others_installed() -> bool:
+    return any(find_spec(package) for package in _OTHERS)
+
+
+@cache
+def _take_devices_without_index() -> None:
+    """Lets the functions by which fla asks for properties of a tensor's device take those of `meta`, which have no
+    index, for the current one. Without this it would be another GPU, with other kernels."""
+    from fla.utils import hardware
+
+    def known(function: Callable[..., Any]) -> Callable[..., Any]:
+        def of_device(*args: Any, **kwargs: Any) -> Any:
+            return function(*(torch.cuda.current_device() if value is None else value for value in args), **kwargs)
+
+        return of_device
+
+    for name in ("check_shared_mem", "get_multiprocessor_count"):
+        own = getattr(hardware, name)
+        replaced = known(own)
+        for module in [module for key, module in sys.modules.items() if key.startswith("fla.")]:
+            if getattr(module, name, None) is own:
+                setattr(module, name, replaced)
+
+
+def in_two_passes(*inputs: Tensor) -> Tensor:
+    """Computes a delta rule of one rank in two passes, as if a piece ended in the middle of it, for [`compile_ahead`].
 
     Args:
-        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`], on the device `meta`.
+        inputs (five `torch.Tensor`): As in [`delta_rule_in_two_passes`].
     """
-    kernels, own = _FlaKernels(), Inputs(*(tensor.flatten(0, 1) for tensor in inputs))
-    laid = kernels.lay([0, len(own.q) // 2, len(own.q)], torch.device("cpu"))
-    passing = Passing((0, 1), _Laid(*({name: tensor.to("meta") for name, tensor in part.items()} for part in laid)))
-    prepared = kernels.prepare(own, passing)
-    states, _ = kernels.maps(own, prepared, passing)
-    out = kernels.outputs(own, prepared, states, passing)
-    dbegin, begun = kernels.begin_backward(own, prepared[: kernels.kept], states, out, passing)
-    kernels.end_backward(own, begun, dbegin, passing)
-    return out
+    return _InTwoPasses.apply(*(tensor.flatten(0, 1) for tensor in inputs))
+
+
+class _InTwoPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *rows: Tensor) -> Tensor:
+        inputs, kernels, bounds = Inputs(*rows), _FlaKernels(), [0, len(rows[0]) // 2, len(rows[0])]
+        laid = kernels.lay(bounds, torch.device("cpu"))
+        on_device = ({name: tensor.to(inputs.q.device) for name, tensor in part.items()} for part in laid)
+        passing = Passing((0, 1), _Laid(*on_device))
+        prepared = kernels.prepare(inputs, passing)
+        states, _ = kernels.maps(inputs, prepared, passing)
+        ctx.held = inputs, prepared[: kernels.kept], states, passing
+        return kernels.outputs(inputs, prepared, states, passing)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Inputs:
+        (inputs, kept, begin, passing), kernels = ctx.held, _FlaKernels()
+        dbegin, begun = kernels.begin_backward(inputs, kept, begin, dout, passing)
+        return kernels.end_backward(inputs, begun, dbegin, passing)
 
 
 def _rows(inputs: Inputs) -> tuple[Tensor, ...]:

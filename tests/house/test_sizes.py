@@ -14,15 +14,15 @@ LINES = {
     "hf/parts": 3_117,
     "hf/spread": 621,
     "hf/trainers": 1_310,
-    "kernels": 1_712,
+    "kernels": 1_718,
     "layers": 1_707,
     "plan": 2_238,
     "ranks": 1_377,
-    "recurrent": 1_088,
+    "recurrent": 1_142,
     "ring": 2_078,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_673, 0.17, 1_498, 282
+NODES, TUPLES, REFUSING, RAISES = 131_900, 0.17, 1_498, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

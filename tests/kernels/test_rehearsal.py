@@ -14,13 +14,17 @@ ROOT = Path(__file__).parents[2]
 FORWARD, BACKWARD = ([f"{name} {warps}" for warps in (8, 2, 4)] for name in ("forward", "backward"))
 
 
-def did(tmp_path: Path, how: str) -> list[str]:
-    """What was compiled and launched by a copy and its backward pass, in this order."""
+def program(tmp_path: Path, how: str) -> str:
     more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.without_gpu", "64", how]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def did(tmp_path: Path, how: str) -> list[str]:
+    """What was compiled and launched by a copy and its backward pass, in this order."""
+    return json.loads(program(tmp_path, how))
 
 
 def compiled(*kernels: str) -> list[str]:
@@ -65,3 +69,8 @@ def test_without_a_rehearsal_each_kernel_waits_for_those_before(tmp_path: Path) 
     found = did(tmp_path, "alone")
     assert found.index("launched plain 4") < found.index("compiled backward 8")
     assert [what for what in found if "compiled" not in what] == STEP
+
+
+def test_a_process_that_ends_compiles_nothing_more(tmp_path: Path) -> None:
+    """Of seven kernels, one thread for each pass has begun one."""
+    assert program(tmp_path, "ending").count("begun") < 4

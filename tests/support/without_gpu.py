@@ -6,6 +6,8 @@
 
 import json
 import sys
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,12 @@ from hf_burst.kernels import tuning
 
 
 class Driver:
-    """As far as a launch asks the driver of a GPU. Of two candidates the one with fewer warps is the faster."""
+    """As far as a launch asks the driver of a GPU. Of the candidates the one with fewest warps is the fastest."""
 
-    launcher_cls = utils = None
+    launcher_cls = None
+    utils = SimpleNamespace(
+        get_device_properties=lambda index: {"max_shared_mem": 232_448, "multiprocessor_count": (132,)[index]}
+    )
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -49,6 +54,9 @@ did = list[str]()
 def compiled(source: Any, target: Any, options: Any, _env_vars: Any = None) -> Any:
     """Stands in for the compiler, which threads call when they find the time."""
     name = f"{source.fn.__name__} {options['num_warps']}"
+    if "ending" in sys.argv:
+        print("begun", name, flush=True)
+        time.sleep(1)
     return SimpleNamespace(
         launch_metadata=lambda *arguments: None,
         run=lambda *arguments: did.append(f"launched {name}"),
@@ -64,6 +72,7 @@ def asked(kernel: Any, *call: Any) -> Any:
 
 
 driver.set_active(Driver())
+torch.cuda.device, torch.cuda.current_device, torch.cuda.device_count = nullcontext, lambda: 0, lambda: 1
 ask, JITFunction._do_compile = JITFunction._do_compile, asked
 triton.compiler.compile = compiled
 CANDIDATES = [triton.Config({}, num_warps=warps) for warps in (8, 2, 4)]
@@ -108,19 +117,30 @@ def copy(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     return Copy.apply(x, cu_seqlens)
 
 
+def failing(x: Tensor) -> float:
+    return copy(x).item()
+
+
+def ahead(function: Any, *tensors: Tensor | None, packed: bool = False, **settings: Any) -> None:
+    """As for tensors of a GPU."""
+    forms = tuple(None if tensor is None else tuning._Form.of(tensor) for tensor in tensors)
+    tuning._compile_ahead(function, torch.device("cpu"), forms, packed, tuple(settings.items()))
+
+
 def main(tokens: int, how: str) -> None:
     tuning.tune_in_parallel()
     x = torch.zeros(1, tokens, 16, requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
-        if how == "failing":
-            tuning.rehearse(lambda: copy(torch.empty_like(x, device="meta")).item())
-        elif how != "alone":
-            forms, packed = (tuning._Form.of(x),), x.device if how == "packed" else None
-            tuning._compile_ahead(copy, forms, packed, ())
+        if how != "alone":
+            ahead(failing if how == "failing" else copy, x, packed=how == "packed")
         did.append("called")
         return copy(x)
 
+    if how == "ending":
+        tuning._THREADS = 1
+        ahead(copy, x)
+        raise SystemExit
     out = checkpoint(step, x, use_reentrant=False) if how == "checkpointed" else step(x)
     did.append("backward")
     out.sum().backward()

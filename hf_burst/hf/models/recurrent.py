@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
-from ...kernels.tuning import compile_ahead
 from ...plan.recurrence import Way
 from ...recurrent import (
     LastStates,
     Rule,
     Shards,
-    both_passes,
     causal_convolution,
+    compile_ahead,
     delta_rule_by_heads,
     delta_rule_by_states,
     delta_rule_in_two_passes,
     fla_compared,
     fla_convolution,
     fla_kernels,
+    in_two_passes,
     own_heads,
     scan_by_channels,
     scan_by_states,
@@ -117,8 +117,8 @@ def _delta_rule(original: Function) -> Function:
         if use_qk_l2norm_in_kernel:
             inputs = (unit_norm(query), unit_norm(key), value, g, beta)
             use_qk_l2norm_in_kernel = False
-        if shards.segments.slots and fla_compared(query.device):
-            compile_ahead(both_passes, *inputs)
+        if shards.segments.slots and fla_compared(query.device):  # reference kernels of tests need not be compiled
+            compile_ahead(in_two_passes, *inputs)
         return delta_rule_in_two_passes(rule, kernels, inputs, shards), None
 
     return chunk_delta_rule

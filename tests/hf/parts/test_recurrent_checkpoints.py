@@ -13,6 +13,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import conv1d, silu
 from torch.utils.checkpoint import checkpoint
 
 import hf_burst
@@ -163,6 +164,23 @@ def compare_steps(rank: int, size: int, kind: str) -> tuple[float, int, list[tup
         return greatest_error(plain, wanted), first, found
 
 
+def asked_for(rank: int, size: int, kind: str, way: Any) -> list[tuple[str, int, dict[str, Any]]]:
+    """What is compiled ahead in a forward pass: functions, their tokens, and what else they are given."""
+
+    def convolved(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str) -> torch.Tensor:
+        more = weight.shape[-1] - 1
+        return silu(conv1d(x, weight[:, None], bias, padding=more, groups=len(weight))[..., : x.shape[2]])
+
+    asked = mock.Mock()
+    room: dict[str, Any] = {"fla_compared": lambda _: True, "fla_convolution": convolved, "compile_ahead": asked}
+    with stepwise(), forced(way), mock.patch.multiple(recurrent, **room):
+        model = models.patch(make("qwen3_5"), ZIGZAG)
+        model(**models.make_batch(kind))
+    for call in asked.call_args_list:
+        assert [tensor.shape[:2] for tensor in call.args[1:]] == [call.args[1].shape[:2]] * 5
+    return [(call.args[0].__name__, call.args[1][..., 0, 0].numel(), call.kwargs) for call in asked.call_args_list]
+
+
 @forced("states")  # exchanged heads do travel again
 def with_other_kernels(rank: int, size: int) -> str:
     """What a rank says if it alone has the kernels of two passes."""
@@ -190,6 +208,18 @@ def test_two_passes_are_exact_and_run_again(ranks: Ranks, kind: str) -> None:
         for again, gathered in checkpointed:
             assert again < 1e-6
             assert gathered == 0
+
+
+def test_kernels_are_compiled_before_they_are_called(ranks: Ranks) -> None:
+    """Those of the function that a layer will call: its own, for whole documents, or that of two passes."""
+    rule, own = "torch_chunk_gated_delta_rule", {"packed": False, "output_final_state": False}
+    assert ranks(1).run(asked_for, "plain", "states") == [[(rule, 74, {**own, "use_qk_l2norm_in_kernel": False})]]
+    for passes, *whole in ranks(2).run(asked_for, "plain", "states"):
+        assert passes == ("in_two_passes", 40, {})
+        assert all(name == rule for name, *_ in whole)
+    for found in ranks(2).run(asked_for, "packed", "heads"):
+        assert found
+        assert all((name, more) == (rule, {**own, "use_qk_l2norm_in_kernel": True}) for name, _, more in found)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
