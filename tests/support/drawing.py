@@ -281,6 +281,8 @@ def compare(case: Case, run: Callable[..., list[Any]]) -> str:
         loss, gradients, batch = wanted(case)
     except Exception as problem:
         return f"one process cannot: {type(problem).__name__}: {problem}"
+    if loss != loss:  # PaliGemma's padding on the left, whose rows attend to nothing
+        return "one process cannot: its loss is not a number"
     try:
         found = run(on_ranks, case, batch)
     except RankError as problem:
