@@ -42,16 +42,14 @@ class TorchFlashKernel(FlashKernel):
 
     def cut(self, piece: Piece) -> Iterator[Piece]:
         """See [`FlashKernel.cut`]; no piece with a band has more rows than columns."""
-        cropped = crop(piece)
-        if cropped is None:
-            return
-        if cropped.band == Band() or cropped.height <= cropped.width:
-            yield cropped
-            return
-        rows, columns, band = cropped.rows, cropped.columns, cropped.band
-        middle = rows.start + cropped.width
-        yield from self.cut(Piece(slice(rows.start, middle), columns, band))
-        yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
+        for cropped in crop(piece):
+            rows, columns, band = cropped.rows, cropped.columns, cropped.band
+            if band == Band() or cropped.height <= cropped.width:
+                yield cropped
+                continue
+            middle = rows.start + cropped.width
+            yield from self.cut(Piece(slice(rows.start, middle), columns, band))
+            yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
