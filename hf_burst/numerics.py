@@ -14,6 +14,6 @@ def refuse_second_derivative() -> None:
     """Raises a [`KernelError`] in a backward pass with `create_graph=True`, which would lose a gradient silently."""
     if torch.is_grad_enabled():
         raise KernelError(
-            "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "
-            "the forward pass, or over messages. Do without create_graph=True, or detach the gradients."
+            "Attention, and the loss and the outputs of a model over ranks, have no second derivative: their gradients "
+            "are found by kernels, in the forward pass, or over messages. Do without create_graph=True, or detach them."
         )

@@ -5,7 +5,7 @@
 enters as plain numbers and the layout as a small CPU tensor, so that a new packing is a new input, not a new graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
 from ..kernels import Gradients
-from ..numerics import accumulation_dtype
+from ..numerics import accumulation_dtype, refuse_second_derivative
 from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.merge import heads_first
 from ..ring.resources import resources_of
@@ -136,6 +136,7 @@ class TrackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Any) -> Any:
+        refuse_second_derivative()
         sinks, layout, out, lse, *inputs = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
@@ -149,43 +150,13 @@ class TrackedAttention(torch.autograd.Function):
         return *gradients, dsinks, None, None, None
 
 
-class _TrackedBackward(torch.autograd.Function):
-    """The backward operator in autograd; it has no second derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, count: int, *rest: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.hf_burst.attention_backward(dout, dlse, list(rest[:count]), *rest[count:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise KernelError(
-            "Attention over ranks has no second derivative: hf_burst::attention_backward is not differentiable. Do "
-            "without create_graph=True, or detach the gradients."
-        )
-
-
 @torch.library.impl(_library, "attention", "Autograd")
 @torch.compiler.disable
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any) -> Any:
-    if _is_tracked((q, k, v, sinks)):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (q, k, v, sinks)):
         return TrackedAttention.apply(q, k, v, sinks, layout, flat, None)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.hf_burst.attention(q, k, v, sinks, layout, *flat)
-
-
-@torch.library.impl(_library, "attention_backward", "Autograd")
-@torch.compiler.disable
-def _(dout: Tensor, dlse: Tensor | None, inputs: list[Tensor], *rest: Any) -> Any:
-    if _is_tracked((dout, dlse, *inputs, *rest[:2])):
-        return _TrackedBackward.apply(dout, dlse, len(inputs), *inputs, *rest)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.hf_burst.attention_backward(dout, dlse, inputs, *rest)
-
-
-def _is_tracked(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd must track results of these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _sink_gradient(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -1,10 +1,10 @@
 """The attention and mask functions that Transformers knows by the name `"hf_burst"`."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -108,7 +108,7 @@ class LazyMask:
     def _held(self, part: str, name: str) -> Any:
         """Returns the variable `name` that the mask function `part` closes over."""
         return next(
-            dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))[name].cell_contents
+            inspect.getclosurevars(function).nonlocals[name]
             for function in _functions(self.arguments["mask_function"])
             if _part_of(function) == part
         )
@@ -313,7 +313,7 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for inner in held if isinstance(held, tuple) else (held,):
-            yield from _functions(inner) if isinstance(inner, FunctionType) else ()
+            yield from _functions(inner) if inspect.isfunction(inner) else ()
 
 
 def _part_of(function: Callable[..., Any]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..numerics import accumulation_dtype
 from ..plan import Band
 from .base import BackwardInputs, Capabilities, Gradients, OutputBuffers, Outputs, Scores
-from .pieces import Piece, PiecewiseKernel, blocks, crop, documents
+from .pieces import Piece, PiecewiseKernel, blocks, documents
 from .reference import admitted
 
 _BLOCK_ROWS = 512
@@ -36,10 +36,8 @@ class CpuFlashKernel(PiecewiseKernel):
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
         """Documents one by one; whole where no mask is needed, else blocks of rows. No piece is empty, which would
         kill the process."""
-        for document in documents(band, q, k):
-            piece = crop(document)
-            if piece is not None:
-                yield from [piece] if piece.band == Band() or _is_causal_square(piece) else blocks(piece, _BLOCK_ROWS)
+        for piece in documents(band, q, k):
+            yield from [piece] if piece.band == Band() or _is_causal_square(piece) else blocks(piece, _BLOCK_ROWS)
 
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers = ()

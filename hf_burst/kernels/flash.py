@@ -38,9 +38,7 @@ class FlashKernel(PiecewiseKernel):
 
     def cut(self, piece: Piece) -> Iterator[Piece]:
         """The pieces, a call each, of a tile without segments."""
-        cropped = crop(piece)
-        if cropped is not None:
-            yield cropped
+        return crop(piece)
 
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()

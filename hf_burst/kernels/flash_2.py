@@ -5,7 +5,6 @@ tiles are cut.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -30,7 +29,8 @@ _SIGNATURES: Signatures = (
 
 
 class TorchFlashKernel(FlashKernel):
-    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
+    """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`, which is deterministic by torch's own
+    switch: where that is set, deterministic kernels are selected."""
 
     capabilities = replace(FLASH, name="torch_flash", softcap=False)
 
@@ -42,16 +42,14 @@ class TorchFlashKernel(FlashKernel):
 
     def cut(self, piece: Piece) -> Iterator[Piece]:
         """See [`FlashKernel.cut`]; no piece with a band has more rows than columns."""
-        cropped = crop(piece)
-        if cropped is None:
-            return
-        if cropped.band == Band() or cropped.height <= cropped.width:
-            yield cropped
-            return
-        rows, columns, band = cropped.rows, cropped.columns, cropped.band
-        middle = rows.start + cropped.width
-        yield from self.cut(Piece(slice(rows.start, middle), columns, band))
-        yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
+        for cropped in crop(piece):
+            rows, columns, band = cropped.rows, cropped.columns, cropped.band
+            if band == Band() or cropped.height <= cropped.width:
+                yield cropped
+                continue
+            middle = rows.start + cropped.width
+            yield from self.cut(Piece(slice(rows.start, middle), columns, band))
+            yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Piece, scores: Scores, buffers: OutputBuffers = ()
@@ -68,13 +66,12 @@ class TorchFlashKernel(FlashKernel):
     ) -> Gradients:
         causal, left, right = call.window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
-        with _deterministic_algorithms(self.deterministic):
-            dq, dk, dv = self.library._flash_attention_backward(
-                *map(aligned, inputs.with_out),
-                inputs.lse.contiguous(),  # the library takes no strides for it
-                *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=inputs.q.device)),
-                **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
-            )
+        dq, dk, dv = self.library._flash_attention_backward(
+            *map(aligned, inputs.with_out),
+            inputs.lse.contiguous(),  # the library takes no strides for it
+            *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=inputs.q.device)),
+            **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
+        )
         return dq, dk, dv
 
 
@@ -108,17 +105,3 @@ class FlashAttn2Kernel(TorchFlashKernel):
             *map(aligned, inputs.with_out), inputs.lse.contiguous(), **keywords
         )  # the library takes no strides for lse
         return gradients["dq"], gradients["dk"], gradients["dv"]
-
-
-@contextmanager
-def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """aten takes the deterministic backward by this switch of the process, and offers no argument."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if not wanted or (before and not warns):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)

@@ -138,44 +138,40 @@ class SquareKernel(PiecewiseKernel):
                 yield piece
 
 
-def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
-    """The documents of a tile one by one; the whole tile if it has no segments."""
+def documents(band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
+    """The documents of a tile one by one, each cropped; the whole tile if it has no segments."""
     inner = Band(band.low, band.high)
     if not band.documents:
-        return [Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), inner)]
-    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.documents)]
+        yield from crop(Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), inner))
+    for span in pairwise(band.documents):
+        yield from crop(Piece(slice(*span), slice(*span), inner))
 
 
-def crop(piece: Piece) -> Piece | None:
-    """The rows of a piece that see something and the columns that are seen, see [`Band.crop`]."""
+def crop(piece: Piece) -> Iterator[Piece]:
+    """The rows of a piece that see something and the columns that are seen, see [`Band.crop`]; none if it admits
+    nothing."""
     cropped = piece.band.crop(piece.height, piece.width)
-    if cropped is None:
-        return None
-    (first, last), (left, right), band = cropped
-    rows = slice(piece.rows.start + first, piece.rows.start + last)
-    return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), band)
+    if cropped is not None:
+        (first, last), (left, right), band = cropped
+        rows = slice(piece.rows.start + first, piece.rows.start + last)
+        yield Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), band)
 
 
 def causal_pieces(piece: Piece) -> Iterator[Piece]:
-    """A piece without a limit behind, cropped: the rows whose causal mask ends at the bottom right corner, and the rows
+    """A cropped piece without a limit behind: the rows whose causal mask ends at the bottom right corner, and the rows
     that see all columns."""
-    cropped = crop(piece)
-    if cropped is None:
-        return
-    rows, low = cropped.rows, cropped.band.low
-    middle = rows.stop if low is None else rows.start + cropped.width + low
-    yield Piece(slice(rows.start, middle), cropped.columns, cropped.band)
+    rows, low = piece.rows, piece.band.low
+    middle = rows.stop if low is None else rows.start + piece.width + low
+    yield Piece(slice(rows.start, middle), piece.columns, piece.band)
     if middle < rows.stop:
-        yield Piece(slice(middle, rows.stop), cropped.columns, Band())
+        yield Piece(slice(middle, rows.stop), piece.columns, Band())
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:
     """A piece in blocks of at most `height` rows, each cropped; those that admit nothing are left out."""
     for first in range(0, piece.height, height):
         rows = slice(piece.rows.start + first, min(piece.rows.start + first + height, piece.rows.stop))
-        block = crop(Piece(rows, piece.columns, piece.band.shift(first)))
-        if block is not None:
-            yield block
+        yield from crop(Piece(rows, piece.columns, piece.band.shift(first)))
 
 
 def _add(sums: Gradients, gradients: Gradients, piece: Piece) -> None:

@@ -19,7 +19,7 @@ from ..plan import Band
 from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
 from .flash import FLASH, aligned
 from .library import gpu_refusal
-from .pieces import Piece, PiecewiseKernel, blocks, causal_pieces, crop, documents
+from .pieces import Piece, PiecewiseKernel, blocks, causal_pieces, documents
 from .reference import admitted
 
 _WHOLE, _CAUSAL = 0, 2  # no mask of its own; causal, counted from the bottom right corner
@@ -39,7 +39,7 @@ class TorchEfficientKernel(PiecewiseKernel):
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterator[Piece]:
         """Documents one by one, as [`causal_pieces`], or in blocks of any band."""
-        for document in filter(None, map(crop, documents(band, q, k))):
+        for document in documents(band, q, k):
             if document.band.high is None:
                 yield from causal_pieces(document)
                 continue

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..config import Schedule
-from ..errors import ShardingError
 from ..kernels import BackwardInputs, Gradients, Kernel, OutputBuffers, Outputs, Scores
 from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
@@ -247,14 +246,6 @@ class ShardedAttention:
     on_gpus: bool = False
     head_groups: int = 1
     ranks_per_host: int | None = None
-
-    def __post_init__(self) -> None:
-        held = {who.tokens(rank) for who in (self.queries, self.keys) for rank in range(self.group.size)}
-        if self.schedule.ulysses > 1 and len(held) > 1:
-            raise ShardingError(
-                f"Ranks that exchange heads need as many tokens each, and as many queries as keys, not {sorted(held)}. "
-                "Take a schedule without 'ulysses'."
-            )
 
     def forward(
         self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None

@@ -242,19 +242,16 @@ class Symmetric(Exchange):
 
 def _allocated(group: ContextGroup, device: torch.device, nbytes: int) -> Tensor:
     """Memory that peers can read, on all ranks or on none: a rank that has its own would wait for the others."""
-    buffer, error = None, None
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < nbytes + _SPARE:
         torch.cuda.empty_cache()  # such memory is not taken from what torch has kept
-    try:
-        with torch.inference_mode(False):  # later passes may train
-            buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as problem:
-        kind = torch.OutOfMemoryError if "out of memory" in str(problem) else RuntimeError
-        reason = str(problem).splitlines()[0]
-        error = kind(f"{nbytes / 2**30:.2f} GiB of memory that peers read could not be had: {reason}")
-    group.agree({"shared bytes": nbytes}, error, device, doing="making memory that peers read")
-    assert buffer is not None, "an error was raised"
-    return buffer
+    with group.agreeing(device, "making memory that peers read") as found, torch.inference_mode(False):
+        found.add("shared bytes", nbytes)
+        try:
+            return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)  # later passes may train
+        except RuntimeError as problem:
+            kind = torch.OutOfMemoryError if "out of memory" in str(problem) else RuntimeError
+            reason = str(problem).splitlines()[0]
+            raise kind(f"{nbytes / 2**30:.2f} GiB of memory that peers read could not be had: {reason}") from problem
 
 
 def remembered(memory: dict[_Key, _Kept], key: _Key, make: Callable[[], _Kept]) -> _Kept:

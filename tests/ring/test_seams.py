@@ -207,14 +207,6 @@ def test_every_schedule_takes_keys_that_are_sharded_otherwise(ranks: Ranks, size
         assert_exact(plan, ranks(size).run(run_schedule, plan, name))
 
 
-def test_heads_are_not_exchanged_over_other_numbers_of_tokens(ranks: Ranks) -> None:
-    plan = make_plan((Mask(16),), part(8, 16, (0, 1)), make_sharding(16, 2))
-    uneven = Sharding((0, 5, 12), (0, 1), 2)
-    for other in (plan, make_plan((Mask(12),), uneven, uneven)):
-        with pytest.raises(Exception, match="as many queries as keys"):
-            ranks(2).run(run_schedule, other, "ulysses")
-
-
 @dataclass
 class Both:
     """Messages of two transports under way."""

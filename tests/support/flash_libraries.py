@@ -433,8 +433,6 @@ class Aten:
     def _flash_attention_backward(
         self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, **scores
     ):
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        self.deterministic.append(torch.are_deterministic_algorithms_enabled() and not warns)
         window = (
             -1 if scores[f"window_size_{side}"] is None else scores[f"window_size_{side}"] for side in ("left", "right")
         )

@@ -257,8 +257,6 @@ def _takes(function: Any, argument: str) -> bool:
     return argument in _held(function).get("applicable_params", ())
 
 
-def _held(function: Any) -> dict[str, Any]:
+def _held(function: Any) -> Mapping[str, Any]:
     """Returns the closure variables of Transformers' wrapper around a function."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    names = getattr(code, "co_freevars", ())
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
