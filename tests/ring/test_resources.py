@@ -129,6 +129,7 @@ def collate_before_and_after(number: int, folder: Path, pipe: Connection) -> Non
     tokens = [collator(rows)["input_ids"].shape[1]]
     with joined(folder, 0, number):
         tokens += [use(rows)["input_ids"].shape[1] for use in (collator, copy.deepcopy(collator))]
+        dist.barrier()  # a rank that leaves at once closes connections that others still make
     tokens.append(collator(rows)["input_ids"].shape[1])
     pipe.send(tokens)
 
