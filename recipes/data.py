@@ -27,6 +27,7 @@ from resuming import saving
 from rows import (
     FOLDER,
     READERS,
+    WRITTEN,
     ExactJson,
     RowFunction,
     as_json,
@@ -47,7 +48,6 @@ from trl.data_utils import common_prefix_length
 Reader = PreTrainedTokenizerBase | ProcessorMixin
 Rows = tuple[Dataset, Dataset | None]
 BEGINNING = 256  # tokens by which rows are found that begin alike
-WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
 
 
@@ -111,7 +111,8 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
     if exact and len(parts) > 1:
         written = partial(exactly, keys=[*exact])
         parts = [part.map(written, features=Features({**part.features, **exact})) for part in parts]
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    with using(f"dataset {names}"):
+        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def exactly(row: dict[str, Any], keys: list[str]) -> dict[str, str]:

@@ -35,6 +35,11 @@ SOURCES = [  # of functions, whose names are all that datasets knows
 ]
 NUMBER = "number of the row"  # a column that readers of rows leave as it is
 FOLDER, PICTURES = "folder of the file", "pictures of the row"  # columns beside the names of images
+WRONG_QUOTES = {  # what Python says of them
+    "unexpected end of data": "a quote has no end",
+    "',' expected after '\"'": 'a quote ends inside of a value; write quotes inside of values twice ("")',
+}
+WRITTEN = 64  # long rows that are in memory together
 SHOWN, MANY = 10, 100  # wrong rows that an error shows, and that are looked for
 PLAIN = {str: "string", int: "int64", bool: "bool", NoneType: "null"}  # what Arrow holds of JSON as it is written
 
@@ -127,12 +132,14 @@ def groups_of(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_written(kind: str, data_files: list[str], split: str) -> Dataset:
-    """Rows of JSON or CSV as they are written; all of CSV is text. datasets makes times of dates, floats of numbers,
-    and one order of keys. Where a later piece of a file has another type, it puts quotes around text, makes text of
-    numbers, drops zeros before them, or fails."""
-    if any("://" in file for file in data_files):  # which are not local
+    """Rows of JSON or CSV as they are written; all of CSV is text. datasets, which reads files that are not local,
+    makes times of dates, floats of numbers, and one order of keys. Where a later piece of a file has another type, it
+    puts quotes around text, makes text of numbers, drops zeros before them, or fails."""
+    if any("://" in file for file in data_files):
         return load_dataset(kind, data_files=data_files, split=split)
     data_files = list(map(str, DataFilesList.from_patterns(data_files)))
+    if not data_files:
+        raise ValueError("there is no such file")
     columns = from_files(columns_of, data_files, Features({"name": Value("string"), "kind": Value("string")}))
     kinds = {column["name"]: Value(column["kind"]) if column["kind"] else ExactJson() for column in columns}
     rows = from_files(written_rows, data_files, Features(kinds))
@@ -142,19 +149,22 @@ def read_written(kind: str, data_files: list[str], split: str) -> Dataset:
     return concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
 
 
-def from_files(make: Callable[[list[str]], Iterator[Any]], files: list[str], features: Features) -> Dataset:
+def from_files(make: Callable[[Iterable[str]], Iterator[Any]], files: list[str], features: Features) -> Dataset:
     """What a function makes of files, which datasets keeps as long as they and the code stay as they are."""
-    stamps = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path.resolve, map(Path, files))]
-    known = sha256(repr((make.__name__, stamps, code())).encode()).hexdigest()
-    return Dataset.from_generator(make, features=features, gen_kwargs={"files": files}, fingerprint=known)
+    stamps = [(path.resolve(), path.stat().st_mtime_ns, path.stat().st_size) for path in map(Path, files)]
+    known = sha256(repr((make.__name__, files, stamps, code())).encode()).hexdigest()
+    given = {"files": tuple(files)}  # of a list, datasets would give the function one file at a time
+    return Dataset.from_generator(
+        make, features=features, gen_kwargs=given, fingerprint=known, writer_batch_size=WRITTEN
+    )
 
 
-def columns_of(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The columns of files, and their kind; none if Arrow would change a value."""
+def columns_of(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The columns of files, and their kind; `None` where Arrow would change a value."""
     kinds: dict[str, set[type]] = defaultdict(set)
     for row in written_rows(files):
         for name, value in row.items():
-            kinds[name].add(float if type(value) is int and value.bit_length() > 63 else type(value))
+            kinds[name].add(float if type(value) is int and not -(1 << 63) <= value < 1 << 63 else type(value))
     if not kinds:
         raise DatasetsError("it holds no rows")
     for name, found in kinds.items():
@@ -162,7 +172,7 @@ def columns_of(files: list[str]) -> Iterator[dict[str, Any]]:
         yield {"name": name, "kind": None if more else PLAIN.get(first)}
 
 
-def written_rows(files: list[str]) -> Iterator[dict[str, Any]]:
+def written_rows(files: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The rows of files of JSON or CSV; one that is null is empty."""
     for place, row in chain.from_iterable(placed_rows(file, errors="strict") for file in files):
         if not isinstance(row, dict | None):
@@ -174,19 +184,32 @@ def placed_rows(file: str, errors: str = "replace") -> Iterator[tuple[str, Any]]
     """The rows of a file, each with the line in which it begins; in Parquet with its number, from 1. In place of a row
     that is broken stands its error. `errors` is that of `open`, for text that is not UTF-8."""
     kind = kind_of(file)
-    if file.lower().endswith(".jsonl"):
+    if file.lower().endswith(".jsonl") and begins_with_a_row(file, errors):
         with Path(file).open(encoding="utf-8-sig", errors=errors) as lines:
             for number, line in enumerate(lines, 1):
                 yield from ((f"{file}:{number}", value) for _, value in json_values(line.rstrip(), 0))
     elif kind == "json":
         text = Path(file).read_text(encoding="utf-8-sig", errors=errors)
         values = json_values(text, text.index("[") + 1 if text.lstrip().startswith("[") else 0)
-        yield from ((f"{file}:{line}", value) for line, value in values)
+        for line, value in values:
+            yield f"{file}:{line}", {"text": value} if isinstance(value, str) else value
     elif kind == "csv":
         yield from ((f"{file}:{line}", row) for line, row in csv_rows(file, errors))
     elif kind == "parquet":
         rows = load_dataset(kind, data_files=file, split="train", streaming=True).decode(False)
         yield from ((f"{file}, row {number:,}", row) for number, row in enumerate(rows, 1))
+
+
+def begins_with_a_row(file: str, errors: str) -> bool:
+    """Whether the first line with text is whole JSON, or broken JSON, and not a list of rows or the beginning of more
+    lines, as in files of JSON that are named .jsonl."""
+    with Path(file).open(encoding="utf-8-sig", errors=errors) as lines:
+        first = next((line.rstrip() for line in lines if line.strip()), "{}")
+    try:
+        value = json.loads(first)
+    except json.JSONDecodeError as error:
+        return error.pos < len(first)
+    return not (isinstance(value, list) and value and all(isinstance(row, dict) for row in value))
 
 
 def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
@@ -217,22 +240,35 @@ def json_values(text: str, end: int) -> Iterator[tuple[int, Any]]:
 
 
 def csv_rows(file: str, errors: str) -> Iterator[tuple[int, Any]]:
-    """The rows of a CSV file, each with the line in which it begins; no text is null. What is wrong is the last."""
+    """The rows of a CSV file, each with the line in which it begins; an empty value is null. An error is the last that
+    it yields."""
     csv.field_size_limit(sys.maxsize)  # a field may be a long text
     with Path(file).open(newline="", encoding="utf-8-sig", errors=errors) as held:
         reader, names, begins = csv.reader(held, strict=True), list[str](), 1
         try:
             for values in reader:
-                if not names:
-                    names = values
-                elif len(values) > len(names):
-                    raise csv.Error(f"it holds {len(values)} values for {len(names)} columns")
-                elif values:
-                    yield begins, dict(zip_longest(names, (value or None for value in values)))
+                blank = len(values) < 2 and values != [""] and not "".join(values).strip()
+                if names and not blank:
+                    yield begins, csv_row(names, values)
+                elif not blank:
+                    names = csv_names(values)
                 begins = reader.line_num + 1
         except csv.Error as error:
-            said = "a quote has no end" if "unexpected end" in str(error) else str(error)
-            yield begins, csv.Error(said)
+            yield begins, csv.Error(WRONG_QUOTES.get(str(error), str(error)))
+
+
+def csv_names(values: list[str]) -> list[str]:
+    """The names of columns; those without one have a number."""
+    names = [name or f"column {number}" for number, name in enumerate(values, 1)]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise csv.Error(f"the columns {twice} are there more than once; give each a name of its own")
+    return names
+
+
+def csv_row(names: list[str], values: list[str]) -> dict[str, str | None]:
+    if any(values[len(names) :]):  # spreadsheets end lines with commas
+        raise csv.Error(f"it holds {len(values)} values, and the columns are {names}")
+    return dict(zip_longest(names, (value or None for value in values[: len(names)])))
 
 
 def code() -> str:

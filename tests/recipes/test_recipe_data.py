@@ -513,14 +513,71 @@ def test_files_of_a_pattern_are_named(tmp_path: Path, arguments: Any, row: str, 
     assert str(end.value).endswith(f" cannot be used: {tmp_path / 'b.jsonl'}:2: {told}")
 
 
-@pytest.mark.parametrize("behind", [{"text": 5}, {"text": {"b": "c"}}], ids=["number", "mapping"])
 @pytest.mark.parametrize("files", [1, 2])
-def test_text_before_other_values_stays_as_it_is(tmp_path: Path, behind: dict[str, Any], files: int) -> None:
-    """datasets reads pieces of 10 MiB, each with types of its own: behind the first `b` became `"b"`, 5 became `5`."""
-    first, second = [{"text": "a" * (11 << 20) if files == 1 else "a"}], [{"text": "b"}, behind]
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", 5],
+        [5, "a"],
+        ["a", None],
+        [None, "a"],
+        ["007", 8],
+        [0.75, 1],
+        [5, True],
+        [[5], "a"],
+        ["a", {"b": "c"}],
+        [1 << 62, 1 << 63],
+        [-(1 << 63), 0],
+    ],
+    ids=str,
+)
+def test_values_of_several_types_stay_as_they_are(tmp_path: Path, values: list[Any], files: int) -> None:
+    """datasets reads pieces of 10 MiB and files by themselves: behind the first, `b` became `"b"` and 5 became "5"."""
+    first, second = [{"text": values[0], "long": "a" * (11 << 20)}], [{"text": "b"}, {"text": values[1]}]
+    first = first if files == 1 else [{"text": values[0]}]
+    second = second if files == 1 else second[1:]
     parts = [[*first, *second]] if files == 1 else [first, second]
     names = [conversations.write(tmp_path / f"{number}.jsonl", part) for number, part in enumerate(parts)]
-    assert list(data.load_rows(list(map(str, names)), "train")) == [*first, *second]
+    found = data.load_rows(list(map(str, names)), "train")["text"]
+    wanted = [row["text"] for row in (*first, *second)]
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in wanted]
+
+
+def test_files_without_rows_stand_beside_others(tmp_path: Path) -> None:
+    for name, text in (("a", ""), ("b", '{"text": "b"}\n'), ("c", "\n")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    assert list(data.load_rows([str(tmp_path)], "train")) == [{"text": "b"}]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '[{"text": "a"}, {"text": "b"}]',
+        '[\n{"text": "a"},\n{"text": "b"}\n]',
+        '\n{\n"text": "a"\n}\n{\n"text":\n"b"\n}',
+        '\ufeff{"text": "a"}\n\n{"text": "b"}\n',
+    ],
+)
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_json_of_every_form_is_read_under_both_names(tmp_path: Path, written: str, suffix: str) -> None:
+    (tmp_path / f"rows.{suffix}").write_text(written)
+    assert data.load_rows([str(tmp_path / f"rows.{suffix}")], "train")["text"] == ["a", "b"]
+
+
+def test_a_list_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('["a", "b"]')
+    assert data.load_rows([str(tmp_path / "rows.json")], "train")["text"] == ["a", "b"]
+
+
+def test_csv_of_spreadsheets(tmp_path: Path) -> None:
+    """With a mark at its beginning, an index without a name, commas at the ends of lines, and lines of whitespace."""
+    long = "x" * 200_000
+    (tmp_path / "a.csv").write_text(f"\ufeff,text,other\r\n0,{long},,,\r\n   \r\n\r\n1,b,\r\n2\r\n", newline="")
+    (tmp_path / "b.csv").write_text("column 1,text,other\n3,c,d\n")
+    rows = data.load_rows([str(tmp_path / "*.csv")], "train")
+    assert rows["text"] == [long, "b", None, "c"]
+    assert rows["column 1"] == ["0", "1", "2", "3"]
+    assert rows["other"] == [None, None, None, "d"]
 
 
 def test_all_of_csv_is_text_as_it_is_written(tmp_path: Path) -> None:
@@ -580,8 +637,10 @@ def test_a_row_is_named_as_it_stands_in_files_of_every_kind(tmp_path: Path, argu
         (
             "more.csv",
             b"text,other\na,b\na,b,c\n",
-            "more.csv:3: it holds 3 values for 2 columns",
+            "more.csv:3: it holds 3 values, and the columns are ['text', 'other']",
         ),
+        ("twice.csv", b"text,text\na,b\n", "twice.csv:1: the columns ['text'] are there more than once"),
+        ("inside.csv", b'text,b\n"say \\"hi\\"",b\n', "inside.csv:2: a quote ends inside of a value"),
         ("quote.csv", b'text,other\na,b\na,"b\nc,d\n', "quote.csv:3: a quote has no end"),
         ("cut.parquet", b"PAR1 cut", "cut.parquet: Parquet magic bytes not found"),
         ("latin.csv", b"text\nStra\xdfe\n", "latin.csv:2 is not UTF-8"),
