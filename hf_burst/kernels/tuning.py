@@ -142,11 +142,11 @@ def _compile_ahead(
 ) -> None:
     def rehearse() -> None:
         tensors, options = [None if form is None else form.tensor() for form in forms], dict(settings)
-        if packed:
-            tokens = next(tensor.shape[1] for tensor in tensors if tensor is not None)
-            options["cu_seqlens"] = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
         try:
             with torch.cuda.device(device):
+                if packed:
+                    tokens = next(tensor.shape[1] for tensor in tensors if tensor is not None)
+                    options["cu_seqlens"] = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
                 _submit_to("the forward pass")
                 out = function(*tensors, **options)
                 out = out[0] if isinstance(out, tuple) else out

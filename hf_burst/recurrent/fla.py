@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -184,7 +185,6 @@ def _others_installed() -> bool:
 def _take_devices_without_index() -> None:
     """Lets the functions by which fla asks for properties of a tensor's device take those of `meta`, which have no
     index, for the current one. Without this it would be another GPU, with other kernels."""
-    from fla.utils import hardware
 
     def known(function: Callable[..., Any]) -> Callable[..., Any]:
         def of_device(*args: Any, **kwargs: Any) -> Any:
@@ -192,12 +192,12 @@ def _take_devices_without_index() -> None:
 
         return of_device
 
+    places = [module for name, module in sys.modules.items() if name.startswith("fla.")]
     for name in ("check_shared_mem", "get_multiprocessor_count"):
-        own = getattr(hardware, name)
-        replaced = known(own)
-        for module in [module for key, module in sys.modules.items() if key.startswith("fla.")]:
-            if getattr(module, name, None) is own:
-                setattr(module, name, replaced)
+        own: Any = getattr(import_module("fla.utils"), name, None)
+        for place in places if own else ():
+            if vars(place).get(name) is own:
+                setattr(place, name, known(own))
 
 
 def in_two_passes(*inputs: Tensor) -> Tensor:
