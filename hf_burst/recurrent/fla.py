@@ -186,7 +186,7 @@ def _take_devices_without_index() -> None:
     """Lets the functions by which fla asks for properties of a tensor's device take those of `meta`, which have no
     index, for the current one. Without this it would be another GPU, with other kernels."""
 
-    def known(function: Callable[..., Any]) -> Callable[..., Any]:
+    def known(function: Any) -> Any:
         def of_device(*args: Any, **kwargs: Any) -> Any:
             return function(*(torch.cuda.current_device() if value is None else value for value in args), **kwargs)
 
@@ -194,7 +194,7 @@ def _take_devices_without_index() -> None:
 
     places = [module for name, module in sys.modules.items() if name.startswith("fla.")]
     for name in ("check_shared_mem", "get_multiprocessor_count"):
-        own: Any = getattr(import_module("fla.utils"), name, None)
+        own = vars(import_module("fla.utils")).get(name)
         for place in places if own else ():
             if vars(place).get(name) is own:
                 setattr(place, name, known(own))
