@@ -120,14 +120,13 @@ def compile_ahead(function: Callable[..., Any], *tensors: Tensor | None, packed:
 
     Args:
         function (callable): Takes the tensors and the settings, and returns a tensor or a tuple that begins with one.
-        tensors (`torch.Tensor` or `None`): Those of the call. On CPUs, and while torch compiles or captures, nothing is
-            done.
+        tensors (`torch.Tensor` or `None`): Those of the call. On CPUs, and while a graph is captured, nothing is done.
         packed (`bool`, defaults to `False`): Whether it is given the bounds of documents as `cu_seqlens`. A rehearsal
             makes its own on the GPU, because it cannot know whether those of a stream have been computed.
         settings: Further arguments, which can be hashed.
     """
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    if not torch.compiler.is_compiling() and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         forms = tuple(None if tensor is None else _Form.of(tensor) for tensor in tensors)
         _compile_ahead(function, device, forms, packed, tuple(settings.items()))
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -169,16 +169,24 @@ class _FlaKernels:
 
 
 def compile_ahead(function: Callable[..., Any], *tensors: Tensor | None, packed: bool = False, **settings: Any) -> None:
-    """See [`hf_burst.kernels.tuning.compile_ahead`], for functions of fla. Nothing is done if one of its packages for
-    other kernels than Triton's is there: what these do with tensors of `meta` is not known."""
-    if not _others_installed():
-        _take_devices_without_index()
-        tuning.compile_ahead(function, *tensors, packed=packed, **settings)
+    """See [`hf_burst.kernels.tuning.compile_ahead`], for functions of fla."""
+    if not torch.compiler.is_compiling():
+        tuning.compile_ahead(_of_meta(function), *tensors, packed=packed, **settings)
 
 
 @cache
-def _others_installed() -> bool:
-    return any(find_spec(package) for package in _OTHERS)
+def _of_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is rehearsed. Where a package is there whose kernels fla calls in place of Triton's, it is
+    not: what these do with tensors of `meta` is not known."""
+
+    @wraps(function)
+    def rehearsed(*tensors: Tensor | None, **settings: Any) -> Any:
+        if others := [package for package in _OTHERS if find_spec(package)]:
+            raise RuntimeError(f"fla calls the kernels of {others}")
+        _take_devices_without_index()
+        return function(*tensors, **settings)
+
+    return rehearsed
 
 
 @cache

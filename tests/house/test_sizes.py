@@ -18,11 +18,11 @@ LINES = {
     "layers": 1_707,
     "plan": 2_238,
     "ranks": 1_377,
-    "recurrent": 1_142,
+    "recurrent": 1_150,
     "ring": 2_066,
     "sizing": 1_456,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_569, 0.17, 1_493, 281
+NODES, TUPLES, REFUSING, RAISES = 131_608, 0.17, 1_495, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -8,6 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_burst.kernels import tuning
+from hf_burst.recurrent import fla
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 ROOT = Path(__file__).parents[2]
@@ -74,3 +78,15 @@ def test_without_a_rehearsal_each_kernel_waits_for_those_before(tmp_path: Path) 
 def test_a_process_that_ends_compiles_nothing_more(tmp_path: Path) -> None:
     """Of seven kernels, one thread for each pass has begun one."""
     assert program(tmp_path, "ending").count("begun") < 4
+
+
+def test_compiled_models_pass_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` cannot trace how a rehearsal begins."""
+    monkeypatch.setattr(tuning, "compile_ahead", lambda *_, **__: torch._dynamo.graph_break())
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        fla.compile_ahead(torch.sin, x)
+        return torch.sin(x)
+
+    assert step(torch.zeros(2)).equal(torch.zeros(2))
