@@ -21,6 +21,7 @@ from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
+from hf_burst.sizing.model import LIGER
 
 FEW = 10  # optimizer steps
 MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
@@ -181,7 +182,10 @@ def kernels(trainer: Trainer) -> str:
     name = ", ".join(dict.fromkeys(names))
     if device.type != "cuda":
         return f"kernels: attention by {name}; published speeds are those of GPUs"
-    liger = "the rest by Liger where it knows the model" if training.use_liger_kernel else "the rest by torch"
+    kind = trainer.model.config.model_type
+    liger = "the rest by Liger" if training.use_liger_kernel else "the rest by torch"
+    if training.use_liger_kernel and kind not in LIGER:
+        liger = f"the rest by torch (Liger 0.8.5 does not know {kind}) but the loss"
     lacks = [] if training.use_liger_kernel else ["Liger"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and "flash_attn_4" not in found.values():
         lacks.append("flash-attn 4")

@@ -84,7 +84,9 @@ def limit(job: Job, settings: Memory, alone: Any = None) -> Result:
     if any("num_key_value_heads" in layer for layer in (sizes.get("per_layer_config") or {}).values()):
         return {"reason": "none for layers that differ in their key heads"}
     heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
-    if ranks == 1 or heads[0] % ranks or heads[1] % ranks:
+    if ranks == 1:
+        return {"reason": "none on one GPU, which sends nothing"}
+    if heads[0] % ranks or heads[1] % ranks:
         return {"reason": f"none for {heads[0]} and {heads[1]} heads over {ranks}"}
     own = -(-job.length // ranks)
     whole = SequenceLayout.for_batch([(0, own * ranks)], 1)

@@ -342,6 +342,8 @@ def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacit
         lines.append("a reference reads all of them, too, which does not count for MFU")
     if training.weights == "4bit" and training.gathers:
         lines.append("assumed: bnb_4bit_quant_storage is a dtype of floats, else FSDP2 leaves weights of 4 bits whole")
+    if training.fused and not model.liger:
+        lines.append("Liger 0.8.5 has no kernels for this model: torch computes its norms, rotary positions and MLPs")
     if training.offloaded_weights:
         lines.append(
             "weights, gradients and optimizer lie on the host; seconds of their copies and of AdamW there: not counted"

@@ -233,14 +233,14 @@ def _shared(model: ModelSize, training: Training, capacity: Capacity) -> float:
     """Bytes of what layers share: keys and values, and tables of rotary positions. Next to flash-attn 4, Liger 0.8.5
     holds the latest 16 of heads of 128 elements or more that it rotates whole."""
     whole = model.rotary > 0 and model.rotary % (2 * model.head_dim) == 0 and model.head_dim >= 128
-    kept = 16 * model.head_dim if whole and training.fused and capacity.on_gpu else 0
+    kept = 16 * model.head_dim if whole and training.fuses_layers(model) and capacity.on_gpu else 0
     return float(training.tokens * (training.itemsize * max(model.rotary, kept) + 2 * model.shared))
 
 
 def _activations(model: ModelSize, training: Training, spread: Spread, capacity: Capacity) -> tuple[float, float]:
     """Bytes of activations: those of the layer that runs backward, with their gradients; and what all layers keep."""
     tokens = training.tokens
-    fused = training.fused
+    fused = training.fuses_layers(model)
     keep = training.attention_keep if training.checkpointing else 0.0
     row = model.elements(fused, model.mixing(keep == 1)) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients

@@ -12,6 +12,18 @@ Weights = Literal["bf16", "fp32", "4bit"]
 NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 SCALES = NF4 - 0.5  # of its scales, which FSDP2 does not shard
 Sharded = Literal["fsdp2", "ddp"]
+# fmt: off
+# model types whose norms and MLPs Liger 0.8.5 computes (its MODEL_TYPE_TO_APPLY_LIGER_FN); torch computes all others
+LIGER = frozenset((
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral", "mixtral", "mllama",
+    "mllama_text_model", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral", "qwen2",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "smollm3", "smolvlm",
+))
+# fmt: on
 
 
 def rounded(count: int) -> str:
@@ -66,6 +78,7 @@ class ModelSize(LayerSizes):
         tower ([`TowerSize`], *optional*): Its tower for images, if it is served with them.
         latent (`int`): Elements of a token that a layer caches, and makes keys and values of; 0 if it caches these.
         rotary (`int`): Cosines and sines of a token's position, of all kinds of layers.
+        liger (`bool`): Whether Liger has kernels for its layers.
         shared (`int`): Elements of a token's keys and values that layers keep for others.
     """
 
@@ -86,6 +99,7 @@ class ModelSize(LayerSizes):
     tower: TowerSize | None
     latent: int
     rotary: int
+    liger: bool
     shared: int = 0
 
     def __str__(self) -> str:
@@ -145,8 +159,8 @@ class Training(Memory):
             [`hf_burst.Experts4bitConfig`].
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
-            Liger's are.
+        fused (`bool`, defaults to `True`): Whether norms, rotary positions, SwiGLU and the loss are Liger's kernels,
+            as far as it knows the model.
         expandable_segments (`bool`, defaults to `False`): Whether torch's allocator has them, which leave smaller gaps
             (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
         images (`int`, defaults to 0): Images among the tokens of a sequence.
@@ -236,6 +250,10 @@ class Training(Memory):
     def in_tiles(self) -> bool:
         """Whether MLPs are computed some tokens at a time."""
         return 0 < self.tiled_mlp < self.tokens
+
+    def fuses_layers(self, model: ModelSize) -> bool:
+        """Whether Liger's kernels compute what is in layers."""
+        return self.fused and model.liger
 
     def repeated(self, model: ModelSize) -> float:
         """The share of the layers that run once more, for the input of the next one."""

@@ -74,7 +74,7 @@ def _rows(model: ModelSize, how: Training, spread: Spread, capacity: Capacity) -
     hidden = model.hidden
     wide = how.itemsize // 2
     held = 3 * wide * hidden + 2 * model.head_dim  # cosines and sines, too
-    if model.norms and not how.fused:  # in fp32: what is normed, and the result
+    if model.norms and not how.fuses_layers(model):  # in fp32: what is normed, and the result
         yield "a norm", 2.0 * tokens * (held + 4 * hidden)
         if model.norms > 2 * hidden:  # of queries, beside the others
             yield "a norm of the queries", 2.0 * tokens * (held + 5 * model.queries)
@@ -86,7 +86,7 @@ def _rows(model: ModelSize, how: Training, spread: Spread, capacity: Capacity) -
             yield "attention", 2.0 * tokens * (held + 2 * (kind.queries + kind.keys) + sums)
     for size in model.recurrent:
         yield "a recurrent layer", 2.0 * tokens * (held + size.elements)
-    inner = (2 if how.fused else 3) * model.inner + 2 * model.routed
+    inner = (2 if how.fuses_layers(model) else 3) * model.inner + 2 * model.routed
     whole = wide * hidden * (2 if how.in_tiles else 1)
     experts = model.fused_in_layer * how.quantized_experts  # dequantized
     yield "an MLP", 2.0 * (tokens * (held + whole) + min(tokens, how.tiled_mlp) * inner + experts)

@@ -213,7 +213,7 @@ def _touched_by_layer(model: ModelSize, training: Training) -> tuple[float, floa
     recurrent = sum(size.layers * size.elements for size in model.recurrent)
     heads = model.attending * (model.queries + model.keys) / model.layers
     states = 4 * recurrent / model.layers
-    if training.fused:
+    if training.fuses_layers(model):
         forward = 20 * wide + 4 * heads + 6 * inner
         backward = 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation

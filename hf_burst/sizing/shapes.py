@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan import MaskPattern
-from .model import ModelSize
+from .model import LIGER, ModelSize
 
 _SIZES = (
     "vocab_size",
@@ -169,5 +169,6 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         tower=None,
         latent=0,
         rotary=2 * head_dim,
+        liger=shape["model_type"] in LIGER,
     )
     return size, Positions(shape["max_position_embeddings"], shape.get("rope_parameters", {"rope_type": "default"}))

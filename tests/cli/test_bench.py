@@ -38,7 +38,7 @@ def test_one_process_writes_a_file_and_a_row(config, tmp_path, capsys):
     assert (result["model"], result["layers"], result["length"], result["weights"]) == (config, 2, 64, "LoRA 16")
     assert (result["hardware"], result["GPUs"], result["hosts"], result["share_of_limit"]) == ("CPU", 1, 1, None)
     assert result["versions"].keys() >= {"hf_burst", "torch", "transformers"}
-    assert result["limit"] == {"reason": "none for 4 and 2 heads over 1"}
+    assert result["limit"] == {"reason": "none on one GPU, which sends nothing"}
     assert result["hf_burst"]["settings"].keys() == vars(Memory()).keys()
     for way in ("hf_burst", "transformers"):
         assert result[way]["steps"] == 5
@@ -46,7 +46,7 @@ def test_one_process_writes_a_file_and_a_row(config, tmp_path, capsys):
     head, _, row = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
     assert len(head) == len(row)
     assert row[head.index("weights")] == "LoRA 16"
-    assert row[head.index("of the limit")] == "none for 4 and 2 heads over 1"
+    assert row[head.index("of the limit")] == "none on one GPU, which sends nothing"
 
 
 @pytest.mark.parametrize("lora", [0, 4])

@@ -2,6 +2,7 @@
 exact as the whole. Memory falls by about what the plan says."""
 
 import gc
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -219,10 +220,13 @@ def tile_errors(rank: int, size: int, device: str, autocast: bool, hidden: int, 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_tiles_are_as_exact_as_the_whole(gpus: Ranks, autocast: bool) -> None:  # noqa: F811
-    """Tokens that no tile divides. Outputs are rounded alike, so that only chance differs: at most 5 %."""
+    """Tokens that no tile divides. What each tile adds to the gradient of a weight is rounded to bf16 before it is
+    added, by at most half of 2 ** -8; all else is rounded alike, so that only chance differs: at most 5 %."""
     whole, tiles = gpus(1).run(tile_errors, "cuda", autocast, 1024, 4099, 512)[0]
     assert max(whole) < 0.02
-    assert all(error <= 1.05 * least for error, least in zip(tiles, whole, strict=True)), (whole, tiles)
+    rounded = 2**-9 / 3**0.5  # the root of the mean square of errors that are spread evenly
+    most = [1.05 * least for least in whole[:2]] + [math.hypot(1.05 * least, rounded) for least in whole[2:]]
+    assert all(error <= bound for error, bound in zip(tiles, most, strict=True)), (whole, tiles)
 
 
 def attend_in_groups(rank: int, size: int, kind: str) -> None:

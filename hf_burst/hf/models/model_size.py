@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...sizing.gpus import data_sheet
-from ...sizing.model import ModelSize, TowerSize
+from ...sizing.model import LIGER, ModelSize, TowerSize
 from ...sizing.shapes import SHAPES, shape_name
 from ..admission import row_of
 from ..view import ModelView
@@ -94,6 +94,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         rotary=sum(
             2 * each.numel() for path, each in model.named_buffers() if "inv_freq" in path and counts.reads(path)
         ),
+        liger=config.model_type in LIGER,
         shared=sum(2 * each.k_proj.out_features for each in sharing),
     )
 
