@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Thread
@@ -76,6 +77,9 @@ def tune_in_parallel() -> bool:
             end.record()
             end.synchronize()
             return [begin.elapsed_time(end)] * len(quantiles)
+        except Exception as problem:  # a candidate needs more than the GPU has
+            # frames of its traceback hold it, or a failed compilation does: what a whole layer holds would stay
+            raise copy(problem.with_traceback(None)) from None
 
     def submit(tuner: Any, candidates: Any, *args: Any, **settings: Any) -> None:
         for candidate in candidates:

@@ -69,6 +69,13 @@ def test_a_failure_leaves_the_rest_to_the_call(tmp_path: Path) -> None:
     assert found[14:] == STEP[7:]
 
 
+def test_a_candidate_that_lacks_something_holds_no_tensor(tmp_path: Path) -> None:
+    """Beside a leaf, before Python collects garbage."""
+    found = did(tmp_path, "lacking")
+    assert {*launched("forward 8", "backward 8")} < {*found}
+    assert found[-1] == "1"
+
+
 def test_without_a_rehearsal_each_kernel_waits_for_those_before(tmp_path: Path) -> None:
     found = did(tmp_path, "alone")
     assert found.index("launched plain 4") < found.index("compiled backward 8")

@@ -4,6 +4,7 @@
     TRITON_INTERPRET=0 python -m tests.support.without_gpu 8192 checkpointed
 """
 
+import gc
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from hf_burst.kernels import tuning
@@ -57,12 +59,23 @@ def compiled(source: Any, target: Any, options: Any, _env_vars: Any = None) -> A
     if "ending" in sys.argv:
         print("begun", name, flush=True)
         time.sleep(1)
+
+    def run(*arguments: Any) -> None:
+        did.append(f"launched {name}")
+        if "lacking" in sys.argv and options["num_warps"] == 8:
+            refuse(OutOfResources(300_000, 232_448, "shared memory"))
+
     return SimpleNamespace(
         launch_metadata=lambda *arguments: None,
-        run=lambda *arguments: did.append(f"launched {name}"),
+        run=run,
         function=None,
         packed_metadata=None,
     )
+
+
+def refuse(problem: Exception) -> None:
+    """As in Triton: the frame and the traceback hold each other."""
+    raise problem
 
 
 def asked(kernel: Any, *call: Any) -> Any:
@@ -137,6 +150,8 @@ def main(tokens: int, how: str) -> None:
         did.append("called")
         return copy(x)
 
+    if how == "lacking":
+        gc.disable()
     if how == "ending":
         tuning._THREADS = 1
         ahead(copy, x)
@@ -144,6 +159,9 @@ def main(tokens: int, how: str) -> None:
     out = checkpoint(step, x, use_reentrant=False) if how == "checkpointed" else step(x)
     did.append("backward")
     out.sum().backward()
+    if how == "lacking":
+        del out
+        did.append(str(sum(isinstance(each, Tensor) for each in gc.get_objects())))
     print(json.dumps(did))
 
 
