@@ -5,24 +5,24 @@ from tests.house.sizes import measure
 LINES = {
     ".": 430,
     "attention": 1_190,
-    "check": 1_131,
-    "cli": 1_167,
+    "check": 1_133,
+    "cli": 1_169,
     "hf": 2_420,
     "hf/batches": 1_088,
     "hf/generation": 1_478,
-    "hf/models": 1_437,
+    "hf/models": 1_438,
     "hf/parts": 3_117,
     "hf/spread": 621,
     "hf/trainers": 1_310,
-    "kernels": 1_693,
+    "kernels": 1_721,
     "layers": 1_707,
     "plan": 2_238,
     "ranks": 1_377,
     "recurrent": 1_150,
     "ring": 2_066,
-    "sizing": 1_456,
+    "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_608, 0.17, 1_495, 282
+NODES, TUPLES, REFUSING, RAISES = 131_830, 0.17, 1_495, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

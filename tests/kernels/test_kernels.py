@@ -4,11 +4,13 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ from hf_burst.kernels.base import Capabilities
 from hf_burst.kernels.ffpa import FfpaKernel
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_2 import FlashAttn2Kernel, TorchFlashKernel
-from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads
+from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads, _keep_compiled
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.select import PaddedHeads
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
@@ -580,6 +582,38 @@ def test_a_flash_kernel_returns_its_lse_as_it_stored_it(kernel, band, batch):
     _, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
     assert lse.shape == (batch, 13, 4)
     assert lse.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("folder", "given", "keeps"),
+    [
+        (None, {}, True),
+        (0o700, {}, True),
+        (0o777, {}, False),  # anybody could have written there
+        ("a link", {}, False),
+        ("a file", {}, False),
+        (0o777, {"DIR": "/shared"}, True),
+        (None, {"ENABLED": "0"}, False),
+    ],
+)
+def test_flash_attn_4_keeps_what_it_compiles_where_nobody_else_writes(monkeypatch, tmp_path, folder, given, keeps):
+    own = tmp_path / f"hf_burst_flash_attn_4_{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if isinstance(folder, int):
+        own.mkdir()
+        own.chmod(folder)
+    elif folder == "a link":
+        own.symlink_to(tmp_path)
+    elif folder == "a file":
+        own.touch()
+    variables = {f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}": value for name, value in given.items()}
+    with mock.patch.dict(os.environ, variables):
+        _keep_compiled()
+        found = [os.environ.get(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}") for name in ("ENABLED", "DIR")]
+    assert (found[0] == "1") is keeps
+    if keeps:
+        assert found[1] == given.get("DIR", str(own))
+        assert "DIR" in given or own.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.fixture
