@@ -21,7 +21,6 @@ from trl import DPOTrainer, RewardTrainer
 
 import hf_burst
 from hf_burst.kernels import KernelRequest, explain_kernels
-from hf_burst.sizing.model import LIGER
 
 FEW = 10  # optimizer steps
 MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
@@ -182,15 +181,18 @@ def kernels(trainer: Trainer) -> str:
     name = ", ".join(dict.fromkeys(names))
     if device.type != "cuda":
         return f"kernels: attention by {name}; published speeds are those of GPUs"
-    kind = trainer.model.config.model_type
-    liger = "the rest by Liger" if training.use_liger_kernel else "the rest by torch"
-    if training.use_liger_kernel and kind not in LIGER:
-        liger = f"the rest by torch (Liger 0.8.5 does not know {kind}) but the loss"
+    liger = _liger(trainer.model.config.model_type) if training.use_liger_kernel else "the rest by torch"
     lacks = [] if training.use_liger_kernel else ["Liger"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and "flash_attn_4" not in found.values():
         lacks.append("flash-attn 4")
     missing = f'; for the published speed {" and ".join(lacks)}: pip install ".[fast]" in a clone' if lacks else ""
     return f"kernels: attention by {name}, {liger}{missing}"
+
+
+def _liger(kind: str) -> str:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+    return "norms and MLPs by Liger" if kind in KNOWN else f"the loss by Liger, which has no others for {kind}"
 
 
 def next_steps(trainer: Trainer, trained: str) -> str:

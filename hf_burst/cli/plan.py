@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain-kernels",
         dest="fused",
         action="store_false",
-        help="norms, rotary positions and SwiGLU without Liger",
+        help="norms, rotary positions, SwiGLU and the loss without Liger",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 

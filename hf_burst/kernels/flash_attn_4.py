@@ -10,18 +10,19 @@ Its backward subtracts `dlse`, the gradient of the log-sum-exp, from `rowsum(dou
 
 import os
 import stat
-import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib import import_module
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache_folder import cache_folder
 from ..plan import Band
 from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
 from .flash import FLASH, LENGTHS, FlashKernel, gradient_buffers, library_keywords
@@ -65,7 +66,7 @@ class FlashAttn4Kernel(FlashKernel):
         if refusal is None and max(head_dim, value_dim) > 128 and torch.cuda.get_device_capability() >= (10, 0):
             refusal = f"takes head sizes up to 128 on Blackwell, not {max(head_dim, value_dim)}"
         if refusal is None:
-            _keep_compiled()
+            _keep_compiled(self.module.partition(".")[0])
         return refusal or package_refusal("flash-attn-4", self.module, _SIGNATURES)
 
     @cached_property
@@ -126,21 +127,44 @@ class FlashAttn4Kernel(FlashKernel):
         return fits and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
 
 
-def _keep_compiled() -> None:
-    """Has the library keep what it compiles for the next process, whose first step takes 5 to 11 s less. It reads
-    these variables when it is imported; what a user has set stays.
+@lru_cache(maxsize=1)
+def _keep_compiled(package: str) -> None:
+    """Has the library keep what it compiles, unless the user has decided: the first step of the next process takes 5 to
+    11 s less. It reads the variables when it is imported.
 
-    It runs what lies in the folder, so nobody else may write there. Its own is named after the user, below a folder
-    where anybody can make it first.
+    It runs what lies in the folder, so only this user may write there; not all of its files say for which GPU they are.
     """
-    folder = Path(tempfile.gettempdir(), f"hf_burst_flash_attn_4_{os.getuid()}")
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
+    if _KEEPS in os.environ or find_spec(package) is None:
+        return
+    import fcntl
+
+    major, minor = torch.cuda.get_device_capability()
+    folder = cache_folder() / f"flash_attn_4-{os.getuid()}-sm{major}{minor}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            os.environ.setdefault(_KEPT_IN, str(folder))
-    if _KEPT_IN in os.environ:
-        os.environ.setdefault(_KEEPS, "1")
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            return
+        with open(folder / "lock", "w") as file:  # it waits for locks, which some file systems do not have
+            fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError:
+        return
+    os.environ |= {_KEEPS: "1", _KEPT_IN: os.environ.get(_KEPT_IN, str(folder))}
+    with suppress(Exception):  # why it cannot be imported is said by `package_refusal`
+        kept: Any = import_module(f"{package}.cute.cache_utils").JITPersistentCache
+        kept._try_load_from_storage = _or_nothing(kept._try_load_from_storage)
+        kept._try_export_to_storage = _or_nothing(kept._try_export_to_storage)
+
+
+def _or_nothing(on_disk: Callable[..., Any]) -> Callable[..., Any]:
+    """A full disk, or a lock that is not given, costs a compilation and not a training."""
+
+    def tried(*arguments: Any) -> Any:
+        with suppress(OSError, RuntimeError):
+            return on_disk(*arguments)
+        return False
+
+    return tried
 
 
 @lru_cache(maxsize=16)

@@ -47,15 +47,18 @@ def tune_in_parallel() -> bool:
     """
     try:
         from triton import knobs
+        from triton.compiler.errors import CompileTimeAssertionFailure
         from triton.runtime import driver
         from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
         from triton.runtime.autotuner import Autotuner
+        from triton.runtime.errors import OutOfResources, PTXASError
         from triton.runtime.jit import JITFunction
     except ImportError:
         return False
     if knobs.runtime.interpret:  # nothing is compiled
         return False
     prune, bench, tune, launch = Autotuner.prune_configs, Autotuner._bench, Autotuner.run, JITFunction.run
+    lacking = OutOfResources, CompileTimeAssertionFailure, PTXASError  # for which a candidate is left out
     keep = knobs.autotuning.cache or "TRITON_CACHE_AUTOTUNING" not in os.environ
 
     def candidates(tuner: Any, settings: dict[str, Any]) -> Any:
@@ -77,8 +80,8 @@ def tune_in_parallel() -> bool:
             end.record()
             end.synchronize()
             return [begin.elapsed_time(end)] * len(quantiles)
-        except Exception as problem:  # a candidate needs more than the GPU has
-            # frames of its traceback hold it, or a failed compilation does: what a whole layer holds would stay
+        except lacking as problem:
+            # its own frames hold its traceback, or a failed compilation does; and that holds what the layer around does
             raise copy(problem.with_traceback(None)) from None
 
     def submit(tuner: Any, candidates: Any, *args: Any, **settings: Any) -> None:

@@ -13,7 +13,7 @@ NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2
 SCALES = NF4 - 0.5  # of its scales, which FSDP2 does not shard
 Sharded = Literal["fsdp2", "ddp"]
 # fmt: off
-# model types whose norms and MLPs Liger 0.8.5 computes (its MODEL_TYPE_TO_APPLY_LIGER_FN); torch computes all others
+# model types that Liger 0.8.5 has kernels for (MODEL_TYPE_TO_APPLY_LIGER_FN); torch computes norms and MLPs of others
 LIGER = frozenset((
     "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text",
     "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe",

@@ -217,8 +217,8 @@ def _touched_by_layer(model: ModelSize, training: Training) -> tuple[float, floa
         forward = 20 * wide + 4 * heads + 6 * inner
         backward = 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
-        forward = 68 * wide + 18 * heads + 10 * inner
-        backward = 92 * wide + 18 * heads + 18 * inner
+        forward = 20 * wide + 24 * model.norms + 18 * heads + 10 * inner
+        backward = 24 * wide + 34 * model.norms + 18 * heads + 18 * inner
     return forward + states, backward + states
 
 

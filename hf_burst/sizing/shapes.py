@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan import MaskPattern
-from .model import LIGER, ModelSize
+from .model import ModelSize
 
 _SIZES = (
     "vocab_size",
@@ -169,6 +169,6 @@ def dense_model(name: str) -> tuple[ModelSize, Positions] | None:
         tower=None,
         latent=0,
         rotary=2 * head_dim,
-        liger=shape["model_type"] in LIGER,
+        liger=True,
     )
     return size, Positions(shape["max_position_embeddings"], shape.get("rope_parameters", {"rope_type": "default"}))

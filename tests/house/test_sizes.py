@@ -3,7 +3,7 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 430,
+    ".": 440,
     "attention": 1_190,
     "check": 1_133,
     "cli": 1_169,
@@ -14,7 +14,7 @@ LINES = {
     "hf/parts": 3_117,
     "hf/spread": 621,
     "hf/trainers": 1_310,
-    "kernels": 1_721,
+    "kernels": 1_748,
     "layers": 1_707,
     "plan": 2_238,
     "ranks": 1_377,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_066,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_830, 0.17, 1_495, 283
+NODES, TUPLES, REFUSING, RAISES = 131_973, 0.17, 1_495, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

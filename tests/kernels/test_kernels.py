@@ -4,11 +4,11 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -584,36 +584,69 @@ def test_a_flash_kernel_returns_its_lse_as_it_stored_it(kernel, band, batch):
     assert lse.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("folder", "given", "keeps"),
-    [
-        (None, {}, True),
-        (0o700, {}, True),
-        (0o777, {}, False),  # anybody could have written there
-        ("a link", {}, False),
-        ("a file", {}, False),
-        (0o777, {"DIR": "/shared"}, True),
-        (None, {"ENABLED": "0"}, False),
-    ],
-)
-def test_flash_attn_4_keeps_what_it_compiles_where_nobody_else_writes(monkeypatch, tmp_path, folder, given, keeps):
-    own = tmp_path / f"hf_burst_flash_attn_4_{os.getuid()}"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if isinstance(folder, int):
-        own.mkdir()
-        own.chmod(folder)
-    elif folder == "a link":
-        own.symlink_to(tmp_path)
-    elif folder == "a file":
-        own.touch()
-    variables = {f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}": value for name, value in given.items()}
-    with mock.patch.dict(os.environ, variables):
-        _keep_compiled()
-        found = [os.environ.get(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}") for name in ("ENABLED", "DIR")]
-    assert (found[0] == "1") is keeps
-    if keeps:
-        assert found[1] == given.get("DIR", str(own))
-        assert "DIR" in given or own.stat().st_mode & 0o777 == 0o700
+class Disk:
+    """As flash-attn 4 keeps kernels, without a room for them."""
+
+    def _try_load_from_storage(self, key: str) -> bool:
+        raise RuntimeError(f"Timed out waiting for the lock of {key}")
+
+    def _try_export_to_storage(self, key: str, kernel: str) -> None:
+        raise OSError(f"No space for {kernel}, {key}")
+
+
+@pytest.fixture
+def keeping(monkeypatch, tmp_path) -> Callable[..., list[str | None]]:
+    """What flash-attn 4 reads when it is imported: whether it keeps kernels, and where."""
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "kernels_of_tests", module := ModuleType("kernels_of_tests"))
+    module.__spec__ = ModuleSpec("kernels_of_tests", None)
+    for name, value in (("kernels_of_tests.cute", module), ("kernels_of_tests.cute.cache_utils", module)):
+        monkeypatch.setitem(sys.modules, name, value)
+    module.JITPersistentCache = type("Cache", (Disk,), {})
+
+    def kept(package: str = "kernels_of_tests", **given: str) -> list[str | None]:
+        _keep_compiled.cache_clear()
+        with mock.patch.dict(os.environ, {"HF_HOME": str(tmp_path)}):
+            for name in names:
+                os.environ.pop(name, None)
+            os.environ |= {names[0 if key == "enabled" else 1]: value for key, value in given.items()}
+            _keep_compiled(package)
+            return [os.environ.get(name) for name in names]
+
+    kept.cache = module.JITPersistentCache()
+    yield kept
+    _keep_compiled.cache_clear()
+
+
+def test_flash_attn_4_keeps_kernels_where_nobody_else_writes(keeping, tmp_path, monkeypatch):
+    own = tmp_path / "hf_burst" / f"flash_attn_4-{os.getuid()}-sm90"
+    assert keeping("no_such_package") == [None, None]
+    assert keeping(enabled="0") == ["0", None]
+    assert not own.exists()
+    assert keeping() == keeping() == ["1", str(own)]
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert keeping(where="/shared") == ["1", "/shared"]
+    for mode in (0o755, 0o777):
+        own.chmod(mode)
+        assert keeping() == [None, None]
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    assert keeping() == [None, None]
+    own.unlink()
+    own.touch()
+    assert keeping() == [None, None]
+    own.unlink()
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError("not supported")))
+    assert keeping() == [None, None]
+
+
+def test_a_disk_that_fails_costs_flash_attn_4_a_compilation_only(keeping):
+    with pytest.raises(RuntimeError):
+        keeping.cache._try_load_from_storage("key")
+    keeping()
+    assert keeping.cache._try_load_from_storage("key") is False
+    assert not keeping.cache._try_export_to_storage("key", "kernel")
 
 
 @pytest.fixture

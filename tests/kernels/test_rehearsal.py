@@ -69,10 +69,12 @@ def test_a_failure_leaves_the_rest_to_the_call(tmp_path: Path) -> None:
     assert found[14:] == STEP[7:]
 
 
-def test_a_candidate_that_lacks_something_holds_no_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["lacking", "uncompiled"])
+def test_a_candidate_that_lacks_something_holds_no_tensor(tmp_path: Path, how: str) -> None:
     """Beside a leaf, before Python collects garbage."""
-    found = did(tmp_path, "lacking")
-    assert {*launched("forward 8", "backward 8")} < {*found}
+    found = did(tmp_path, how)
+    assert ({*launched("forward 8", "backward 8")} < {*found}) is (how == "lacking")
+    assert found[-4:-1] == launched("backward 2", "backward 4", "backward 2")
     assert found[-1] == "1"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
@@ -1075,3 +1076,22 @@ def test_broken_json_inside_of_a_message_is_named() -> None:
         chats.clean([{"from": "function_call", "value": "{"}, {"from": "function_call", "value": "f()"}][1:])
     with pytest.raises(ValueError, match="its tools are no JSON: Expecting"):
         chats.parse_tools("f()")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", "norms and MLPs by Liger"),
+        ("gemma4_unified", "the loss by Liger, which has no others for gemma4_unified"),
+    ],
+)
+def test_the_report_says_what_liger_computes(monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    known = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None})
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, name, known)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    config = LlamaConfig(head_dim=64)
+    config.model_type = kind
+    args = SimpleNamespace(device=torch.device("cuda"), bf16=True, use_liger_kernel=True)
+    line = report.kernels(SimpleNamespace(args=args, model=SimpleNamespace(config=config)))
+    assert line.endswith(said)
