@@ -5,7 +5,6 @@
 ```
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +61,6 @@ _ROOMS = ("attention", "errors")
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
-    if name == "RememberedDocument":
-        warnings.warn("hf_burst.RememberedDocument is called hf_burst.Document now.", FutureWarning, stacklevel=2)
-        name = "Document"
     if name not in _HOME:
         raise AttributeError(f"hf_burst has no attribute {name!r}; it has {', '.join([*_ROOMS, *__all__])}.")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -1,15 +1,12 @@
 """`BurstConfig` and `Memory`: the settings of hf_burst. "auto" chooses the value that suits the data."""
 
 import re
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import wraps
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
 RingKind = Literal["kv_ring", "burst"]
 Gradients = Literal["averaged_by_wrapper", "manual"]
@@ -21,23 +18,6 @@ KernelName = Literal[
 ]
 # fmt: on
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-def document_as_memory(function: Function) -> Function:
-    """Decorates a function to accept `document` by its old name `memory` too, with a warning."""
-
-    @wraps(function)
-    def renaming(*args: Any, **kwargs: Any) -> Any:
-        if "memory" not in kwargs:
-            return function(*args, **kwargs)
-        warnings.warn(
-            f"The argument memory of {function.__name__} is called document now: document=...",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return function(*args, document=kwargs.pop("memory"), **kwargs)
-
-    return cast(Function, renaming)
 
 
 @dataclass(frozen=True)

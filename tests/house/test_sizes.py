@@ -3,13 +3,13 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 440,
+    ".": 406,
     "attention": 1_190,
     "check": 1_133,
     "cli": 1_169,
     "hf": 2_420,
     "hf/batches": 1_088,
-    "hf/generation": 1_478,
+    "hf/generation": 1_473,
     "hf/models": 1_438,
     "hf/parts": 3_117,
     "hf/spread": 621,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_066,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_973, 0.17, 1_495, 283
+NODES, TUPLES, REFUSING, RAISES = 131_714, 0.17, 1_495, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

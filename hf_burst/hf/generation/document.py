@@ -160,8 +160,7 @@ class Document:
             raise ConfigError(f"{folder} holds no document: {_ABOUT} is not there. Document.save writes it.")
         try:
             known = json.loads((folder / _ABOUT).read_text())
-            known |= {f"config.{name}": value for name, value in known.pop("config", {}).items()}  # of older files
-            known["config.model_type"]  # of still older ones it is missing
+            known["config.model_type"]  # is missing in files of another form
             ranks, where = known.pop("ranks"), {"framework": "pt", "device": str(device)}
             parts = [safe_open(folder / _file(rank, ranks), **where) for rank in range(ranks)]
             layers: list[Keys | None] = [None] * known["layers"]

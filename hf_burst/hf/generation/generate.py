@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
-from ...config import document_as_memory
 from ...errors import BatchError, ConfigError
 from ...ranks.group import ContextGroup
 from ..batches.sharded import checksum
@@ -38,7 +37,6 @@ _QUESTIONS = ("input_ids", "attention_mask")
 _SAME_PROMPTS = "Give generate the same prompt and the same settings on all ranks of a group."
 
 
-@document_as_memory
 @torch.no_grad()
 def generate(
     model: nn.Module,

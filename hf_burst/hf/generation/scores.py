@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...config import document_as_memory
 from ...errors import BatchError, ConfigError
 from ...layers import loss
 from ...ranks.group import ContextGroup
@@ -26,7 +25,6 @@ from .settings import cache_key, check, evaluating, patched
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
 
 
-@document_as_memory
 def token_losses(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -459,15 +459,3 @@ def test_documents_that_differ_between_ranks(ranks: Ranks, function: Callable[..
     with pytest.raises(RankError, match="document") as caught:
         ranks(2).run(function)
     assert all(isinstance(error, RankMismatchError) for error in caught.value.errors)
-
-
-def test_names_of_earlier_versions() -> None:
-    model = models.patch(make("llama"))
-    read, question = hf_burst.remember(model, document_of(9)), questions()["input_ids"][:1]
-    wanted = hf_burst.generate(model, question, document=read, **GREEDY)
-    with pytest.warns(FutureWarning, match="argument memory of generate is called document now"):
-        assert torch.equal(hf_burst.generate(model, question, memory=read, **GREEDY), wanted)
-    with pytest.raises(TypeError, match="multiple values"), pytest.warns(FutureWarning, match="document"):
-        hf_burst.token_losses(model, {}, memory=read, document=read)
-    with pytest.warns(FutureWarning, match="called hf_burst.Document now"):
-        assert hf_burst.RememberedDocument is hf_burst.Document
