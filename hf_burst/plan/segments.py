@@ -1,15 +1,13 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .sharding import Batch, Sharding
-
-_Made = TypeVar("_Made")
 
 
 class Segment(NamedTuple):
@@ -54,15 +52,7 @@ class Segments:
 
     def __init__(self, sharding: Sharding, documents: Batch, parents: Batch = ()) -> None:
         self.sharding, self.documents, self.parents = sharding, documents, parents
-        self._made: dict[tuple[Any, ...], Any] = {}
-
-    def once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:
-        """What a function makes of them and of arguments: made when it is first asked for, and kept as they are."""
-        key = make, *arguments
-        if key not in self._made:
-            self._made[key] = make(self, *arguments)
-        made: _Made = self._made[key]
-        return made
+        self.made: dict[tuple[Any, ...], Any] = {}  # of them, by others
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Segment, ...], ...]:

@@ -87,7 +87,10 @@ def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tenso
 def made_once(segments: Segments, make: Callable[..., _Made], device: torch.device, *arguments: Any) -> _Made:
     """Returns `make(segments, device, *arguments)`, made once on the first caller's stream for all layers and passes of
     the batch. During CUDA graph capture it is made anew, because the result belongs to that graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return make(segments, device, *arguments)
-    with torch.inference_mode(False):  # a later pass over the same batch may train
-        return segments.once(make, device, *arguments)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    made, key = {} if capturing else segments.made, (make, device, *arguments)
+    if key not in made:
+        with torch.inference_mode(False):  # a later pass over the same batch may train
+            made[key] = make(segments, device, *arguments)
+    found: _Made = made[key]
+    return found

@@ -16,13 +16,13 @@ LINES = {
     "hf/trainers": 1_310,
     "kernels": 1_748,
     "layers": 1_707,
-    "plan": 2_238,
+    "plan": 2_228,
     "ranks": 1_377,
-    "recurrent": 1_150,
+    "recurrent": 1_153,
     "ring": 2_066,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_714, 0.17, 1_495, 283
+NODES, TUPLES, REFUSING, RAISES = 131_688, 0.17, 1_495, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

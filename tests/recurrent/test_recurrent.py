@@ -351,7 +351,7 @@ def test_edges_are_made_once_for_a_batch() -> None:
         trained.sum().backward()
         assert made.call_count == 6, "kinds of indices"
     torch.testing.assert_close(evaluated.clone(), trained.detach())
-    edges = weakref.ref(segments.once(halo._edges, x.device, 0, REACH))
+    edges = weakref.ref(pieces.made_once(segments, halo._edges, x.device, 0, REACH))
     assert edges() is not None
     del segments
     assert edges() is None
