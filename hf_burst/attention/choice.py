@@ -59,7 +59,7 @@ def schedule_of(request: AttentionRequest, inputs: InputKind, layout: SequenceLa
             layout = SequenceLayout(length, owners, ((0, length),) * rows)
         shapes = Shapes(*sizes, inputs.dtype.itemsize, accumulation_dtype(inputs.dtype).itemsize)
         # the ranks agree on it at the first call, which all make at the same time, and not while tracing a graph
-        per_host = resources_of(request.group).ranks_per_host(inputs.device, request.ranks_per_host)
+        per_host = resources_of(request.group).ranks_per_host(inputs.device)
         return _chosen(layout, request.pattern, shapes, per_host, request.group)
     schedule = asked if isinstance(asked, Schedule) else Schedule.parse(asked, ranks)
     refusal = schedule.refusal(ranks, sizes.q_heads, sizes.kv_heads)

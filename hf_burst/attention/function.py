@@ -61,7 +61,7 @@ def burst_attention(
         _check(q, k, v, layout, request, sinks)
         found.facts |= _facts(q, k, v, layout, request.with_scale(q.shape[-1]), sinks)
     if check:
-        resources_of(request.group).ranks_per_host(q.device, request.ranks_per_host)
+        resources_of(request.group).ranks_per_host(q.device)
     request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k, v)
     out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, layout.encode(), *request.flatten())
     return out, lse
@@ -110,7 +110,6 @@ def _facts(
         "kernel": [request.kernel, kernel.capabilities.name],
         "schedule": str(request.schedule),
         "transport": request.transport,
-        "ranks_per_host": request.ranks_per_host,
         "head_groups": request.head_groups,
         "gradients": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
     }

@@ -29,8 +29,7 @@ def sharded_attention(
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
         inputs ([`InputKind`]): The kind of q, k and v.
     """
-    *_, per_host, _, _, _, _ = flat
-    per_host = resources.ranks_per_host(inputs.device, per_host)
+    per_host = resources.ranks_per_host(inputs.device)
     return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), per_host)
 
 

@@ -15,10 +15,10 @@ from ..ring import HeadSizes
 # A request as torch.library declares it. The group "" is one process.
 SCHEMA = (
     "bool causal, int? window, int? attention_chunk_size, float scale, float softcap, int head_groups, "
-    "int? ranks_per_host, str kernel, str schedule, str transport, str group"
+    "str kernel, str schedule, str transport, str group"
 )
 _ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
-Flat = tuple[bool, int | None, int | None, float, float, int, int | None, str, str, str, str]
+Flat = tuple[bool, int | None, int | None, float, float, int, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class AttentionRequest:
         schedule (`str` or [`Schedule`], defaults to `"auto"`): As in [`BurstConfig`], or the chosen one.
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         head_groups (`int`, defaults to 1): As in [`Memory`].
-        ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; found by default.
     """
 
     group: ContextGroup = _ONE_PROCESS
@@ -43,7 +42,6 @@ class AttentionRequest:
     schedule: str | Schedule = "auto"
     transport: str = "auto"
     head_groups: int = 1
-    ranks_per_host: int | None = None
 
     def with_scale(self, head_dim: int) -> "AttentionRequest":
         """Returns the request with default scores for this head size, if it has none."""
@@ -59,7 +57,6 @@ class AttentionRequest:
             self.scores.scale,
             self.scores.softcap,
             self.head_groups,
-            self.ranks_per_host,
             self.kernel,
             name_of(self.schedule, self.group.size) if isinstance(self.schedule, Schedule) else self.schedule,
             self.transport,
@@ -69,10 +66,10 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """Restores a request from [`AttentionRequest.flatten`]."""
-        head_groups, ranks_per_host, kernel, schedule, transport, name = flat[5:]
+        head_groups, kernel, schedule, transport, name = flat[5:]
         group, pattern, scores = ContextGroup.from_name(name), MaskPattern(*flat[:3]), Scores(*flat[3:5])
         asked = schedule if schedule == "auto" else Schedule.parse(schedule, group.size)
-        return cls(group, pattern, scores, kernel, asked, transport, head_groups, ranks_per_host)
+        return cls(group, pattern, scores, kernel, asked, transport, head_groups)
 
 
 class InputKind(NamedTuple):

@@ -41,27 +41,14 @@ class GroupResources:
         """Whether the ranks have told each other their hosts, so that [`ranks_per_host`] sends nothing."""
         return self.group.size == 1 or self._ranks_per_host is not None
 
-    def ranks_per_host(self, device: torch.device, asked: int | None = None) -> int:
-        """How many neighbouring ranks run on each host. The first call sends the name of each rank's host.
-
-        Args:
-            device (`torch.device`): This rank's device.
-            asked (`int`, *optional*): In place of what is found.
-
-        Raises:
-            ConfigError: If `asked` does not divide the group.
-        """
+    def ranks_per_host(self, device: torch.device) -> int:
+        """How many neighbouring ranks run on each host. The first call sends the name of each rank's host."""
         if self.group.size == 1:
             return 1
         if self._ranks_per_host is None:
             hosts = self.group.gather(host_id(), device, "the names of all hosts")
             self._ranks_per_host = neighbours_per_host(hosts)
-        if asked is not None and self.group.size % asked:
-            raise ConfigError(
-                f"AttentionRequest(ranks_per_host={asked}) does not divide the {self.group.size} ranks that "
-                "share a sequence. Name a number that does, or leave it out."
-            )
-        return asked or self._ranks_per_host
+        return self._ranks_per_host
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
         """The symmetric memory of the ranks on this rank's device, or why they have none."""

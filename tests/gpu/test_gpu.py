@@ -114,9 +114,10 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
         *(over_hosts if size == 4 else ()),
     ]:
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
-        request = request_for(group, schedule, transport, MaskPattern(causal, window), per_host)
-        out, _ = burst_attention(*leaves, layout, request)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
+        request = request_for(group, schedule, transport, MaskPattern(causal, window))
+        with models.hosts_of(per_host):
+            out, _ = burst_attention(*leaves, layout, request)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
         for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
             assert mine.dtype == dtype
             whole = layout.unshard(gathered_on_gpu(mine))
@@ -144,14 +145,11 @@ def request_for(
     schedule: str,
     transport: str,
     pattern: MaskPattern = WHOLE,
-    per_host: int | None = None,
 ) -> AttentionRequest:
     """With the kernel that is chosen by itself, which may write in place. Products have many kinds of tiles: there one
     that compiles nothing."""
     kernel = "auto" if schedule in ("auto", "ulysses", "kv_ring", "burst") else "torch_flash"
-    return AttentionRequest(
-        group, pattern, kernel=kernel, schedule=schedule, transport=transport, ranks_per_host=per_host
-    )
+    return AttentionRequest(group, pattern, kernel=kernel, schedule=schedule, transport=transport)
 
 
 def gathered_on_gpu(shard: torch.Tensor) -> list[torch.Tensor]:

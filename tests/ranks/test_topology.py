@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst.errors import ConfigError
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.host import host_id, misplaced, neighbours_per_host
 from hf_burst.ring.resources import resources_of
@@ -28,15 +27,13 @@ def test_ranks_on_one_host_are_neighbours() -> None:
 
 
 def topologies(rank: int, size: int, hosts: str) -> tuple[list[int], list[bool], int]:
-    """What a rank knows at first, again, and with another number of ranks a host; how often it asked for its host."""
+    """What a rank knows at first and again; how often it asked for its host."""
     group = ContextGroup.from_mesh(None)
     forget_resources(group)
     resources = resources_of(group)
     known = [resources.knows_hosts]
     with mock.patch("hf_burst.ring.resources.host_id", return_value=hosts[rank]) as asked:
-        found = [resources.ranks_per_host(CPU, asked) for asked in (None, None, 1)]
-        with pytest.raises(ConfigError, match=rf"ranks_per_host=3\) does not divide the {size} ranks"):
-            resources.ranks_per_host(CPU, 3)
+        found = [resources.ranks_per_host(CPU) for _ in range(2)]
     known.append(resources.knows_hosts)
     forget_resources(group)
     return found, [*known, resources_of(group).knows_hosts], asked.call_count
@@ -45,7 +42,7 @@ def topologies(rank: int, size: int, hosts: str) -> tuple[list[int], list[bool],
 @pytest.mark.parametrize(("hosts", "per_host"), [("aaaa", 4), ("aabb", 2), ("abab", 1), ("aaab", 1)])
 def test_ranks_agree_on_their_hosts_once(ranks: Ranks, hosts: str, per_host: int) -> None:
     for found, known, asked in ranks(4).run(topologies, hosts):
-        assert found == [per_host, per_host, 1]
+        assert found == [per_host, per_host]
         assert known == [False, True, False], "forgotten with the group"
         assert asked == 1
 

@@ -42,6 +42,7 @@ from hf_burst.plan import (
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, merge_
 from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.plan.test_balance import imbalance_of_steps
+from tests.support import models
 from tests.support.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.support.ranks import RankError, forked
 from tests.support.traffic import Counted
@@ -100,7 +101,6 @@ class Case:
             schedule=self.schedule,
             transport=self.transport,
             head_groups=self.head_groups,
-            ranks_per_host=self.ranks_per_host,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -192,7 +192,7 @@ def attend(rank: int, size: int, case: Case, device: str = "cpu") -> list:
     local = {name: layout.shard(tensor, rank).to(device) for name, tensor in case.tensors().items()}
     inputs = [local[name].requires_grad_() for name in "qkv"]
     sinks = [scores.detach().to(device).requires_grad_() for scores in case.sink_scores()]
-    with poisoned_memory() if device == "cpu" else nullcontext():
+    with poisoned_memory() if device == "cpu" else nullcontext(), models.hosts_of(case.ranks_per_host):
         out, lse = burst_attention(
             *inputs, layout, case.request(context_group(size)), sinks=sinks[0] if sinks else None
         )
@@ -695,7 +695,7 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
-    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, 1, 0, "auto", schedule, "auto", "")
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, 1, "auto", schedule, "auto", "")
 
 
 OPCHECKS = (

@@ -211,8 +211,9 @@ def hosts_of(ranks: int | None) -> Iterator[None]:
     """As if the ranks were on hosts with this many of them each; `None` for those that they are on."""
     found = GroupResources.ranks_per_host
 
-    def per_host_of(resources: GroupResources, device: torch.device, asked: int | None = None) -> int:
-        return found(resources, device, asked or ranks)
+    def per_host_of(resources: GroupResources, device: torch.device) -> int:
+        known = found(resources, device)
+        return known if ranks is None else min(ranks, resources.group.size)
 
     with mock.patch.object(GroupResources, "ranks_per_host", per_host_of):
         yield
