@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -68,17 +68,13 @@ class ShardedPass:
     way: Way = "states"  # the schedule by which recurrent layers exchange data
     masks: tuple[Any, ...] = ()  # a wrapper's masks of the whole sequence, if they have blocks, such as images
 
-    def replay(self, outer: ReplayBuffer | None = None, keeps: bool = False) -> ReplayBuffer:
-        """Returns a buffer for what recurrent layers receive; it stores nothing unless a checkpoint `keeps` it."""
-        return ReplayBuffer(outer, keeps and self.config.memory_settings.attention_keep > 0)
-
 
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer knows of its run."""
 
     sharded_pass: ShardedPass | None = None  # `None` where every rank holds whole sequences
-    replay: ReplayBuffer | None = None  # what recurrent layers received in the first run
+    replay: ReplayBuffer | None = None  # what recurrent layers received in the first run of a checkpoint
     cache: AttentionCache | None = None  # what the innermost checkpoint saves of its attention
     tile: int = 0  # the most tokens that an MLP takes at a time; 0 for all
     obstacles: dict[int, str] = field(default_factory=dict)  # reasons not to tile, by the id of a forward in tiles
@@ -86,20 +82,14 @@ class LayerContext:
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """Returns the context of a checkpoint inside this one."""
-        replay = None if self.sharded_pass is None else self.sharded_pass.replay(self.replay, keeps=True)
-        return replace(self, replay=replay, cache=cache)
-
-
-class Owner(Protocol):
-    """What begins and ends passes."""
-
-    def is_called(self) -> bool:
-        """Returns whether its pass is under way, and not interrupted."""
+        seen = self.sharded_pass
+        keeps = seen is not None and seen.config.memory_settings.attention_keep > 0
+        return replace(self, replay=ReplayBuffer(self.replay, keeps), cache=cache)
 
 
 # passes and checkpoints that have begun in this thread, innermost last; each pass with the one that will end it, which
 # it does not keep alive
-_OPEN: ContextVar[tuple[tuple[ref[Owner] | None, LayerContext | None], ...]] = ContextVar(
+_OPEN: ContextVar[tuple[tuple[ref[Any] | None, LayerContext | None], ...]] = ContextVar(
     "hf_burst_layer_contexts", default=()
 )
 
@@ -138,12 +128,12 @@ def entered(context: LayerContext | None) -> Iterator[None]:
         _OPEN.set(before)
 
 
-def begin_pass(owner: Owner, context: LayerContext | None) -> None:
+def begin_pass(owner: Any, context: LayerContext | None) -> None:
     """Enters the context of a pass of `owner`, or none where every rank holds whole sequences."""
     _OPEN.set((*_OPEN.get(), (ref(owner), context)))
 
 
-def end_pass(owner: Owner) -> None:
+def end_pass(owner: Any) -> None:
     """Leaves it; does nothing outside a pass. An interrupted pass ends when its owner begins the next one, or is gone;
     passes that others have begun meanwhile stay open."""
     _OPEN.set(tuple(each for each in _OPEN.get() if each[0] is None or each[0]() not in (None, owner)))

@@ -354,7 +354,7 @@ class _Patch:
             arguments |= part.arguments(run)
         self.labels = arguments.get("labels")
         seen, tile = run.sharded_pass, run.memory.tiled_mlp
-        begin_pass(self, LayerContext(seen, seen.replay(), None, tile, self.tiles.obstacles, cached=cache))
+        begin_pass(self, LayerContext(seen, tile=tile, obstacles=self.tiles.obstacles, cached=cache))
         apart = self.task.reads and reader_of(self.view) is not self.view  # the reader gets it where it is called
         return {**arguments, **({} if apart else {PASS_KEY: seen})}
 

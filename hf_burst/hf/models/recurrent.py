@@ -18,6 +18,7 @@ from ...errors import UnsupportedModelError
 from ...plan.recurrence import Way
 from ...recurrent import (
     LastStates,
+    ReplayBuffer,
     Rule,
     Shards,
     causal_convolution,
@@ -46,9 +47,8 @@ def _pass() -> tuple[Way, Shards, LastStates | None]:
     context = current()
     assert context is not None, "asked by the forward of the module"
     assert context.sharded_pass is not None, "asked by the forward of the module"
-    assert context.replay is not None, "set with `sharded_pass`"
     run = context.sharded_pass
-    shards = Shards(run.segments, run.group, context.replay)
+    shards = Shards(run.segments, run.group, context.replay or ReplayBuffer())
     if context.cached is None:
         return run.way, shards, None
     return run.way, shards, LastStates.of(run.segments, run.group, [stop for _, stop in run.layout.spans])
