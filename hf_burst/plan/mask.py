@@ -22,14 +22,6 @@ class Band:
     def __post_init__(self) -> None:
         assert not self.documents or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once, since there may be thousands of documents. It holds in other processes, too."""
-        return hash((self.low is None, self.low or 0, self.high is None, self.high or 0, self.documents))
-
     def shift(self, rows: int) -> "Band":
         """The band as counted from a corner that lies `rows` further down."""
         return Band(None if self.low is None else self.low - rows, None if self.high is None else self.high - rows)
@@ -163,15 +155,6 @@ class Mask:
                 f"The parents {str(self.parents)[:80]} do not fit {len(ends) - 1} documents: give for each of them the "
                 "number of an earlier one that it continues, or -1; none for attention that is not causal."
             )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once for thousands of documents, of numbers alone, so that it holds in other processes, too."""
-        window = -1 if self.window is None else self.window
-        return hash((self.length, self.causal, window, self.documents, self.parents))
 
     def document(self, token: int) -> tuple[int, int]:
         """The `(start, stop)` of the document that holds `token`."""

@@ -48,15 +48,6 @@ class SequenceLayout:
     blocks: Blocks = ()
     parents: Batch = ()
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """The hash, cached for thousands of documents; of numbers only, so that other processes agree on it."""
-        rows = self.documents, self.real, self.blocks, self.parents
-        return hash((self.length, self.owners, self.padding, self.boundaries, rows))
-
     @classmethod
     def for_batch(
         cls,

@@ -16,13 +16,13 @@ LINES = {
     "hf/trainers": 1_310,
     "kernels": 1_748,
     "layers": 1_707,
-    "plan": 2_191,
-    "ranks": 1_377,
+    "plan": 2_174,
+    "ranks": 1_368,
     "recurrent": 1_153,
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_327, 0.17, 1_490, 282
+NODES, TUPLES, REFUSING, RAISES = 131_221, 0.17, 1_490, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -1,9 +1,5 @@
 """How a batch lies over the ranks, as a value: encoded and back, padding, chunks."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -88,16 +84,6 @@ def test_a_padding_mask_says_which_tokens_are_real():
 def test_every_document_begins_its_chunks_anew(documents, chunk, wanted):
     (mask,) = SequenceLayout.for_batch([documents], 1).masks(MaskPattern(attention_chunk_size=chunk))
     assert mask.documents == wanted
-
-
-@pytest.mark.slow
-def test_the_hash_of_a_layout_holds_in_other_processes():
-    """It is remembered, and layouts come from the workers of data loaders."""
-    script = "from hf_burst.attention import SequenceLayout; print(hash(SequenceLayout.for_batch([(0, 3, 16)], 2)))"
-    environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout) == hash(SequenceLayout.for_batch([(0, 3, 16)], 2))
 
 
 def test_places_count_padding_in_rows_and_begin_anew_in_documents():
