@@ -181,9 +181,11 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
     shape = layout.batch_size, layout.sharding.tokens(group.rank)
     ShardingError.refuse(
         (
-            (not layout.boundaries and layout.length % len(layout.owners)) or len(sizes) > 1,
-            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, or not "
-            "as many for every rank. Make it by SequenceLayout.for_batch, which pads.",
+            (not layout.boundaries and layout.length % len(layout.owners))
+            or len(sizes) > 1
+            or layout.sharding.stop != layout.length,
+            f"The layout has {layout.length} tokens in chunks with owners {layout.owners}, which are not equal, not as "
+            "many for every rank, or end elsewhere. Make it by SequenceLayout.for_batch, which pads.",
         ),
         (
             q.shape[:2] != shape,

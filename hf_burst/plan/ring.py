@@ -14,7 +14,6 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
-from ..errors import ShardingError
 from .mask import Mask
 from .sharding import Sharding
 from .tiles import Tile, tiles_between
@@ -82,16 +81,6 @@ class Plan:
     queries: Sharding
     keys: Sharding
     hosts: int = 1
-
-    def __post_init__(self) -> None:
-        length = min(mask.length for mask in self.masks)
-        ranks = [self.queries.ranks, self.keys.ranks]
-        ends = [self.queries.stop, self.keys.stop]
-        if ranks[0] % self.hosts or ranks[0] != ranks[1] or max(ends) > length:
-            raise ShardingError(
-                f"Queries and keys up to tokens {ends} on {ranks} ring ranks do not fit masks of {length} tokens and "
-                f"{self.hosts} hosts: they must lie inside of the masks, on as many ranks, which the hosts divide."
-            )
 
     @property
     def ranks(self) -> int:

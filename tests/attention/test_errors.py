@@ -266,7 +266,13 @@ def documents_that_fall(arguments: dict[str, Any], rank: int, size: int) -> None
     arguments["layout"] = SequenceLayout(TOKENS * size, pattern(size, "zigzag"), ((0, 8, 7, TOKENS * size),))
 
 
+def chunks_that_end_elsewhere(arguments: dict[str, Any], rank: int, size: int) -> None:
+    layout = arguments["layout"]
+    arguments["layout"] = replace(layout, boundaries=tuple(2 * bound for bound in layout.sharding.boundaries))
+
+
 WRONG_MASK = {
+    chunks_that_end_elsewhere: (ShardingError, ("or end elsewhere",)),
     a_negative_window: (ConfigError, ("window=-1",)),
     documents_beyond_the_batch: (BatchError, ("Document boundaries", "rise strictly")),
     documents_that_fall: (BatchError, ("Document boundaries (0, 8, 7,",)),

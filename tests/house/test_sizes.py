@@ -4,7 +4,7 @@ from tests.house.sizes import measure
 
 LINES = {
     ".": 406,
-    "attention": 1_185,
+    "attention": 1_187,
     "check": 1_133,
     "cli": 1_169,
     "hf": 2_410,
@@ -16,13 +16,13 @@ LINES = {
     "hf/trainers": 1_310,
     "kernels": 1_748,
     "layers": 1_707,
-    "plan": 2_174,
+    "plan": 2_163,
     "ranks": 1_368,
     "recurrent": 1_153,
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_221, 0.17, 1_490, 282
+NODES, TUPLES, REFUSING, RAISES = 131_154, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -392,11 +392,6 @@ def test_a_broken_plan_over_hosts_is_found_out(name, rotating):
         verify_plan(tampered(plan, index, crossing, **changes), rotating)
 
 
-def test_hosts_divide_the_ring_ranks():
-    with pytest.raises(ShardingError, match="ring ranks do not fit masks of 34 tokens and 3 hosts"):
-        make_plan((Mask(34),), make_sharding(34, 4), hosts=3)
-
-
 @pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize(("ranks", "hosts"), [(64, 8), (16, 2), (12, 4)])
 def test_a_block_crosses_once_to_each_host_over_all_network_cards(ranks, hosts, rotating):

@@ -70,13 +70,6 @@ def test_every_pair_is_computed_once_whoever_holds_queries_and_keys(plan: Plan) 
         assert verify_plan(reordered(plan), rotating) == pairs
 
 
-def test_shardings_that_do_not_fit_the_masks_are_refused() -> None:
-    with pytest.raises(ShardingError, match="do not fit masks of 8 tokens"):
-        make_plan((Mask(8),), make_sharding(8, 2), part(2, 10, (0, 1)))
-    with pytest.raises(ShardingError, match=r"on \[2, 4\] ring ranks"):
-        make_plan((Mask(8),), make_sharding(8, 2), make_sharding(8, 4))
-
-
 class Reordered(Plan):
     """A plan whose blocks come the other way round: the next rank's first."""
 
