@@ -14,9 +14,7 @@ from ..ring import MAX_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
 from ..ring.resources import resources_of
 
 
-def tokens_to_heads(
-    tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str = "auto"
-) -> tuple[Tensor, ...]:
+def tokens_to_heads(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup) -> tuple[Tensor, ...]:
     """Exchanges this rank's tokens of all heads for all tokens of its own heads, for several tensors at once.
 
     Args:
@@ -24,7 +22,6 @@ def tokens_to_heads(
             chunks. The group size must divide the heads. Heads, dimensions and dtypes may differ.
         sharding ([`Sharding`]): Which rank holds which tokens; equal on all ranks.
         group ([`ContextGroup`]): The ranks. All of them call it at the same time, with equal batch and heads.
-        transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
 
     Returns:
         `tuple[torch.Tensor, ...]` of shape `(batch, length, heads / ranks, dim)`, in sequence order; rank r has the
@@ -33,18 +30,16 @@ def tokens_to_heads(
     Raises:
         ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
-    return _exchanged(True, tensors, sharding, group, transport)
+    return _exchanged(True, tensors, sharding, group)
 
 
-def heads_to_tokens(
-    tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str = "auto"
-) -> tuple[Tensor, ...]:
+def heads_to_tokens(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup) -> tuple[Tensor, ...]:
     """Inverts [`tokens_to_heads`].
 
     Args:
         tensors (one to six `torch.Tensor` of shape `(batch, length, heads / ranks, dim)`): All tokens of this rank's
             heads.
-        sharding, group, transport: As in [`tokens_to_heads`].
+        sharding, group: As in [`tokens_to_heads`].
 
     Returns:
         `tuple[torch.Tensor, ...]` of shape `(batch, n, heads, dim)`: this rank's tokens of all heads.
@@ -52,11 +47,11 @@ def heads_to_tokens(
     Raises:
         ShardingError: If shapes, sharding and group do not match, or there are too many tensors.
     """
-    return _exchanged(False, tensors, sharding, group, transport)
+    return _exchanged(False, tensors, sharding, group)
 
 
 def _exchanged(
-    to_heads: bool, tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, transport: str
+    to_heads: bool, tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup
 ) -> tuple[Tensor, ...]:
     """Returns the exchanged tensors; raises a ShardingError for those that cannot be exchanged."""
     if not 1 <= len(tensors) <= MAX_TENSORS:
@@ -74,7 +69,7 @@ def _exchanged(
                 "ranks divide. Exchange what belongs to one head together, and tokens as the layout's sharding has "
                 "them."
             )
-    return tuple(tensors) if group.size == 1 else _HeadExchange.apply(to_heads, sharding, group, transport, *tensors)
+    return tuple(tensors) if group.size == 1 else _HeadExchange.apply(to_heads, sharding, group, *tensors)
 
 
 class _HeadExchange(torch.autograd.Function):
@@ -83,12 +78,12 @@ class _HeadExchange(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def forward(
-        ctx: Any, to_heads: bool, sharding: Sharding, group: ContextGroup, transport: str, *tensors: Tensor
+        ctx: Any, to_heads: bool, sharding: Sharding, group: ContextGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.to_heads, ctx.settings = to_heads, (sharding, group, transport)
+        ctx.to_heads, ctx.settings = to_heads, (sharding, group)
         owners = (ulysses_ranks_of(sharding, group.rank, group.size),) * len(tensors)
         own, whole = sharding.tokens(group.rank), sharding.length
-        with resources_of(group).messages(tensors[0].device, transport) as (exchange, _):
+        with resources_of(group).messages(tensors[0].device, "auto") as (exchange, _):
             if to_heads:
                 results = [_empty(x, whole, x.shape[2] // group.size) for x in tensors]
                 TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, during_kernel=False).wait()
@@ -102,7 +97,7 @@ class _HeadExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inverse = heads_to_tokens if ctx.to_heads else tokens_to_heads
-        return None, None, None, None, *inverse(gradients, *ctx.settings)
+        return None, None, None, *inverse(gradients, *ctx.settings)
 
 
 def _empty(x: Tensor, tokens: int, heads: int) -> Tensor:

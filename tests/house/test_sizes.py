@@ -4,7 +4,7 @@ from tests.house.sizes import measure
 
 LINES = {
     ".": 406,
-    "attention": 1_187,
+    "attention": 1_182,
     "check": 1_133,
     "cli": 1_169,
     "hf": 2_410,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_154, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_139, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
