@@ -147,6 +147,12 @@ class SequenceLayout:
         """For each row, the tokens `[start, stop)` that are not padding."""
         return self.real or ((0, self.length - self.padding),) * self.batch_size
 
+    @property
+    def real_documents(self) -> Batch:
+        """The boundaries of each row's documents, without its padding."""
+        rows = zip(self.spans, self.documents, strict=True)
+        return tuple((start, *(cut for cut in row if start < cut < stop), stop) for (start, stop), row in rows)
+
     @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def beginning(self, share: float) -> "SequenceLayout | None":
         """Returns the layout of the first `share` of the sequence, which holds each rank's first tokens, equally many

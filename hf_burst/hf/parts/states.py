@@ -14,7 +14,6 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...numerics import accumulation_dtype
 from ...ranks.collectives import group_sum
-from ...ranks.layout import SequenceLayout
 from ..batches.cutting import check_padding
 from ..forward_pass import Batch, Call, ForwardPass
 from ..models.cut_point import reader_of
@@ -42,19 +41,11 @@ def _hidden(call: Call, mask: Tensor, bare: bool) -> str:
     return "" if mask.gather(1, judged[:, None]).all() else f"last token that is not config.pad_token_id ({pad})"
 
 
-def documents_in(layout: SequenceLayout) -> list[tuple[int, ...]]:
-    """Returns the boundaries of the documents of each row, without its padding."""
-    return [
-        (start, *(cut for cut in bounds if start < cut < stop), stop)
-        for (start, stop), bounds in zip(layout.spans, layout.documents, strict=True)
-    ]
-
-
 def vectors_of_documents(states: Tensor, lies: Where, pooling: str) -> Tensor:
     """Returns a vector of each document, `(documents, width)`, row by row: the state of its first or last token, or the
     mean of all. It sums what the tokens of each rank contribute."""
     numbers, sizes = torch.full(lies.shape, -1, device="cpu"), list[int]()  # the document that a token contributes to
-    for row, cuts in zip(numbers, documents_in(lies.layout), strict=True):
+    for row, cuts in zip(numbers, lies.layout.real_documents, strict=True):
         for start, stop in pairwise(cuts):
             row[stop - 1 if pooling == "last" else start : start + 1 if pooling == "first" else stop] = len(sizes)
             sizes.append(stop - start)
@@ -118,7 +109,7 @@ class States(Part):
         hidden = "" if mask is None or each or spans else _hidden(call, mask, bare)
         BatchError.refuse(
             (
-                not (bare or each) and any(len(bounds) > 2 for bounds in documents_in(batch.layout)),
+                not (bare or each) and any(len(bounds) > 2 for bounds in batch.layout.real_documents),
                 f"The batch packs documents, and {name} judges a row as one. Give each a row (packing=False).",
             ),
             (batch.sharded, f"{name} needs the labels of whole rows. Give full batches (no BurstCollator)."),

@@ -227,7 +227,7 @@ def pairs_of(layout: SequenceLayout, patterns: Sequence[tuple[MaskPattern, float
 
 def longest_of(layout: SequenceLayout) -> int:
     """Returns the number of tokens of the longest text, including its shared prefix."""
-    return max((mask.longest_text for mask in _masks(layout, MaskPattern())), default=0)
+    return max(mask.longest_text for mask in _masks(layout, MaskPattern()))
 
 
 def _masks(layout: SequenceLayout, pattern: MaskPattern) -> Iterator[Mask]:
@@ -235,10 +235,8 @@ def _masks(layout: SequenceLayout, pattern: MaskPattern) -> Iterator[Mask]:
     if layout.parents:  # only the last chunk is padded
         yield from layout.masks(pattern)
         return
-    for (start, stop), row in zip(layout.spans, layout.documents, strict=True):
-        if stop > start:
-            bounds = (0, *(bound - start for bound in row if start < bound < stop), stop - start)
-            yield pattern.mask(bounds[-1], bounds)
+    for row in layout.real_documents:
+        yield pattern.mask(row[-1] - row[0], tuple(bound - row[0] for bound in row))
 
 
 def peak_memory(device: torch.device) -> float:
