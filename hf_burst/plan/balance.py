@@ -195,18 +195,14 @@ def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[in
 
 
 def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ...]:
-    """The chunks of every part of the sequence dealt out."""
-    size = len(work) // stretches
-    return tuple(owner for start in range(0, len(work), size) for owner in _dealt(work[start : start + size], ranks))
-
-
-def _dealt(work: Sequence[int], ranks: int) -> list[int]:
-    """Deals chunks out, equally many to each rank: the largest first, to the rank with the least so far."""
-    open_hands = [(0, rank, len(work) // ranks) for rank in range(ranks)]  # a heap: the one with the least work first
-    owners = [0] * len(work)
-    for chunk in sorted(range(len(work)), key=lambda chunk: -work[chunk]):
-        load, rank, left = heappop(open_hands)
-        owners[chunk] = rank
-        if left > 1:
-            heappush(open_hands, (load + work[chunk], rank, left - 1))
-    return owners
+    """The chunks of every part of the sequence dealt out, equally many to each rank: the largest first, to the rank
+    with the least so far."""
+    owners, size = [0] * len(work), len(work) // stretches
+    for start in range(0, len(work), size):
+        open_hands = [(0, rank, size // ranks) for rank in range(ranks)]  # a heap: the one with the least work first
+        for chunk in sorted(range(start, start + size), key=lambda chunk: -work[chunk]):
+            load, rank, left = heappop(open_hands)
+            owners[chunk] = rank
+            if left > 1:
+                heappush(open_hands, (load + work[chunk], rank, left - 1))
+    return tuple(owners)

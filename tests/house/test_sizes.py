@@ -16,13 +16,13 @@ LINES = {
     "hf/trainers": 1_308,
     "kernels": 1_721,
     "layers": 1_707,
-    "plan": 2_163,
+    "plan": 2_159,
     "ranks": 1_374,
     "recurrent": 1_153,
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_113, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_087, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -131,7 +131,7 @@ def test_the_finest_cut_is_taken_where_it_takes_that():
     mask = Mask(65536, documents=(0, 8192, *range(8192 + 64, 65537, 64)))
     owners = assign((mask,), 4)
     assert len(owners) == 64
-    assert imbalance((mask,), owners) < imbalance((mask,), balance._dealt(balance._work((mask,), (), 32), 4))
+    assert imbalance((mask,), owners) < imbalance((mask,), balance._dealt_out(balance._work((mask,), (), 32), 4, 1))
 
 
 def test_the_padded_length_is_that_of_all_packings():
