@@ -3,7 +3,7 @@
 from tests.house.sizes import measure
 
 LINES = {
-    ".": 406,
+    ".": 416,
     "attention": 1_182,
     "check": 1_133,
     "cli": 1_169,
@@ -14,7 +14,7 @@ LINES = {
     "hf/parts": 3_108,
     "hf/spread": 621,
     "hf/trainers": 1_308,
-    "kernels": 1_721,
+    "kernels": 1_748,
     "layers": 1_707,
     "plan": 2_159,
     "ranks": 1_374,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_087, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_230, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:
