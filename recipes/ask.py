@@ -142,7 +142,7 @@ def read(path: Path) -> str:
     """A text; ends the recipe if it is none."""
     with settings.using(str(path)):
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as problem:
             if str(guess_type(path.name)[0]).startswith("image/"):
                 raise SystemExit(f"{path} is an image, and only texts are asked here. Give a text.") from problem
@@ -175,17 +175,21 @@ def main(given: list[str]) -> None:
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    adapter = find_adapter_config_file(arguments.model)
-    base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else arguments.model
-    kind = models.auto_class(AutoConfig.from_pretrained(base))
-    model = kind.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
+    if find_adapter_config_file(arguments.model):
+        model = models.load_adapter(arguments.model)
+    else:
+        kind = models.auto_class(AutoConfig.from_pretrained(arguments.model))
+        model = kind.from_pretrained(arguments.model, dtype="auto")
+    model = model.to(accelerator.device).eval()
+    chat = arguments.chat and tokenizer.chat_template is not None
+    before, asked = frame(tokenizer, questions, chat)
+    more = max(len(tokenizer(before + each, add_special_tokens=False).input_ids) for each in asked) + arguments.tokens
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, text in texts.items() if positions else ():
-        length = len(tokenizer(text).input_ids)
+        length = len(tokenizer(text).input_ids) + more
         if length > positions:
-            told = f"{name}: {length:,} tokens, and the model has {positions:,} positions. It may answer badly."
-            accelerator.print(told)
-    chat = arguments.chat and tokenizer.chat_template is not None
+            said = f"{name}: {length:,} tokens with question and answer, and the model has {positions:,} positions."
+            accelerator.print(f"{said} It may answer badly.")
     tell = partial(accelerator.print, file=sys.stderr, flush=True)
     for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat, tell):
         accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))

@@ -96,7 +96,7 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
             if kind in ("json", "csv"):
                 rows = read_written(kind, own, split)
             else:
-                options = {"sample_by": "document"} if kind == "text" else {}
+                options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
                 rows = load_dataset(kind, data_files=own, split=split, **options)
             if "images" in rows.column_names and answer_columns(rows) and not has_pictures(rows):
                 rows = rows.add_column(FOLDER, folders_of(rows, own, split))
@@ -316,9 +316,9 @@ def tokenize(rows: Dataset, tokenizer: Reader, training: SFTConfig, name: str, n
     return kept
 
 
-def count_silent(rows: Dataset) -> int:
-    """How many chats, or prompts with completions, have an answer of no words."""
-    key = (answer_columns(rows) or ("",))[-1]
+def count_silent(rows: Dataset, column: str | None = None) -> int:
+    """How many chats, or prompts with completions, have an answer of no words, or how many rows in a column."""
+    key = column or (answer_columns(rows) or ("",))[-1]
     if not key:
         return 0
     answers = (answer for batch in rows.select_columns(key).iter(batch_size=WRITTEN) for answer in batch[key])

@@ -253,6 +253,18 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
     return PeftModel.from_pretrained(model, folder)
 
 
+def untie(model: torch.nn.Module) -> None:
+    """Gives a head that is tied to the embeddings its own weights if one of them alone has an adapter, which would be
+    merged into both."""
+    inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
+    adapted = isinstance(inputs, BaseTunerLayer), isinstance(head, BaseTunerLayer)
+    if head is None or adapted[0] == adapted[1] or head.weight is not inputs.weight:
+        return
+    layer = head.get_base_layer() if adapted[1] else head
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+
+
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
     """Writes a full model, the adapter merged into its weights, and its processor or tokenizer, or that of its base.
 
@@ -262,7 +274,9 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
     adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
     source = {} if own else {"revision": adapter.revision}
     tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
-    merged = load_adapter(folder, dtype).merge_and_unload()
+    trained = load_adapter(folder, dtype)
+    untie(trained.get_base_model())
+    merged = trained.merge_and_unload()
     if gives_rewards(merged.config):  # by this token its head finds the last one of a row
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     merged.save_pretrained(to)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import report
 from chats import Message, clean, is_unlearned, parse_tools, refuse_besides_text, with_system, without_nulls
-from data import WRITTEN, is_text, lengths, load_made, too_long
+from data import WRITTEN, count_silent, is_text, lengths, load_made, too_long
 from datasets import Dataset, Features, List, Value
 from rows import ExactJson, as_json, map_rows
 from settings import DataSettings, using
@@ -35,6 +35,8 @@ def load_pairs(settings: DataSettings, training: DPOConfig | RewardConfig) -> tu
             rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
         if training.process_index == 0 and (same := count_same(rows)):
             print(f"dataset {names}: chosen equals rejected in {same:,} of {len(rows):,} pairs; they teach nothing.")
+        if training.process_index == 0 and (silent := count_silent(rows, "chosen")):
+            print(f"dataset {names}: chosen is empty in {silent:,} of {len(rows):,} pairs; silence is preferred there.")
         return rows
 
     return load_made(settings, training, make)

@@ -8,8 +8,8 @@ from typing import Any
 import data
 import numpy
 from chats import clean, refuse_besides_text
-from datasets import Dataset
-from rows import map_rows
+from datasets import Dataset, Features, Value, concatenate_datasets
+from rows import ExactJson, as_json, map_rows
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
@@ -30,7 +30,12 @@ def load_prompts(
             raise SystemExit(f"dataset {names} has no column prompt: {rows.column_names}.")
         with using(f"dataset {names}"), training.main_process_first(desc="counting tokens"):
             refuse_besides_text(rows.column_names)
-            counted = map_rows(rows, partial(count, tokenizer=tokenizer), names, desc="Counting tokens")
+            kinds = Features({"prompt": ExactJson(), "tokens": Value("int64")})
+            function = partial(read, tokenizer=tokenizer)
+            counted = map_rows(rows, function, names, features=kinds, desc="Counting tokens")
+            if not data.is_text(rows, "prompt"):
+                parts = rows.remove_columns("prompt"), counted.select_columns("prompt")
+                rows = concatenate_datasets([*parts], axis=1)
         sizes = numpy.array(counted["tokens"])
         over = data.too_long(sizes, longest, settings.too_long, "prompts without max_completion_length")
         if over.any() and training.process_index == 0:
@@ -40,17 +45,18 @@ def load_prompts(
     return data.load_made(settings, training, make)
 
 
-def count(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """How many tokens a prompt has."""
+def read(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A prompt as chat templates want it, and how many tokens it has."""
     prompt = row["prompt"]
     if not prompt:
         raise ValueError("prompt is empty; it must be text or messages")
     if row.get("system"):
         raise ValueError("its column system would not be read; put a message of the role system first in prompt")
     if isinstance(prompt, str):
-        return {"tokens": len(tokenizer(prompt)["input_ids"])}
-    ids = tokenizer.apply_chat_template(clean(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
-    return {"tokens": len(ids)}
+        return {"prompt": as_json(prompt), "tokens": len(tokenizer(prompt)["input_ids"])}
+    messages = clean(prompt)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return {"prompt": as_json(messages), "tokens": len(ids)}
 
 
 def reward_function(name: str, rows: Dataset) -> Reward:
@@ -58,6 +64,11 @@ def reward_function(name: str, rows: Dataset) -> Reward:
     if name == "answer":
         if "answer" not in rows.column_names:
             raise SystemExit(f"The reward 'answer' needs a column answer, and there are {rows.column_names}.")
+        if empty := sum(each is None or not str(each).strip() for each in rows["answer"]):
+            raise SystemExit(
+                f"The reward 'answer' needs an answer in every row, and {empty:,} of {len(rows):,} have none. Take "
+                "them out, or set a reward of your own."
+            )
         return has_answer
     file, _, function = name.rpartition(":")
     with using(f"reward {name!r}", Exception):

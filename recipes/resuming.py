@@ -35,7 +35,7 @@ FREE = (  # settings by which the same experiment is another run; of those that 
     *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
     *("ddp_", "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "precompute_ref_batch_size"),
-    *("attn_implementation", "bnb_4bit_quant_storage", "trust_remote_code"),
+    *("attn_implementation", "bnb_4bit_quant_storage", "trust_remote_code", "windows"),
 )
 PATHS = ("model_name_or_path", "tokenizer", "chat_template_path")
 READ = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".jsonl", ".json", ".parquet", ".csv", ".arrow")
@@ -48,6 +48,8 @@ def settings_of(training: "TrainingArguments", chosen: dict[str, Any]) -> dict[s
     every = {"trained by": type(training).__name__, **training.to_dict(), **chosen}
     every |= {name: getattr(training, name, None) for name in ("eos_token", "pad_token")}  # to_dict hides them
     every["dataset"] = [known for name in chosen["dataset"] for known in contents(name)]
+    rewards = [name.rpartition(":") for name in chosen.get("reward", ())]  # functions of files, or "answer"
+    every["reward"] = [":".join([*(contents(file) if file else ()), name]) for file, _, name in rewards]
     every |= {name: str(Path(every[name]).resolve()) for name in PATHS if Path(every.get(name) or "?").exists()}
     beginnings = tuple(name for name in FREE if name.endswith("_"))
     own = {name: value for name, value in every.items() if name not in FREE and not name.startswith(beginnings)}

@@ -244,6 +244,8 @@ def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, t
         raise SystemExit(f"eval_strategy is {strategy!r}, but there are no rows for it; set eval_share.")
     if training.use_liger_kernel and find_spec(LIGER) is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
+    if (name := model.model_name_or_path) is not None and (Path(name) / "adapter_config.json").exists():
+        raise SystemExit(f"model_name_or_path is {name!r}, an adapter. Merge it first: recipes/merge_adapter.py.")
     resuming.check(training.resume_from_checkpoint)
     probe("output_dir", training.output_dir)
     for kind in held_in(training.output_dir):
@@ -263,9 +265,10 @@ def held_in(folder: str) -> list[str]:
 
 
 def prepare(
-    training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings
+    training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings, *more: Any
 ) -> dict[str, Any]:
-    """Gives the training arguments the groups of processes and the checkpoint to resume from.
+    """Gives the training arguments the groups of processes and the checkpoint to resume from. `more` are further
+    settings of the recipe.
 
     Returns:
         The settings that checkpoints remember.
@@ -276,7 +279,8 @@ def prepare(
     if training.process_index == 0 and (warning := overruled(burst.burst_size)):
         print(f"WARNING: {warning}", file=sys.stderr)
     keep_time_limit(training)
-    run = resuming.settings_of(training, {**asdict(model), **asdict(documents)})
+    chosen = {name: value for each in (model, documents, *more) for name, value in asdict(each).items()}
+    run = resuming.settings_of(training, chosen)
     training.resume_from_checkpoint = resuming.checkpoint(training, run)
     held = held_in(training.output_dir)
     if held and training.resume_from_checkpoint is None and training.process_index == 0:

@@ -92,7 +92,7 @@ def begin(
     model, documents, burst, args, *others = command_line.parse(arguments, kinds, defaults, check)
     if not hasattr(args, "max_length"):  # of GRPO, whose recipe has one
         args.max_length = others[0].max_length
-    run = settings.prepare(args, model, documents, burst)
+    run = settings.prepare(args, model, documents, burst, *others)
     import models  # takes seconds
 
     return Start(model, documents, burst, args, others[0] if others else None, run, models.load_tokenizer(model, args))

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hf_burst
 from tests.support import models, trainers
@@ -18,6 +19,7 @@ from tests.support.ranks import RankPool, reset_accelerate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where the recipes find their modules
 import ask
+from models import load_adapter
 
 TEXTS = {"first": " ".join(f"w{number}" for number in range(3, 40)), "second": "w9 w8 w7 w41 w11"}
 TURNS = (  # of a user, and the beginning of the next one
@@ -83,6 +85,8 @@ def test_answers_are_the_likeliest(ranks: Callable[[int], RankPool], size: int, 
 def test_files_that_are_no_texts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Größe", encoding="utf-8")
     assert ask.texts_of(tmp_path) == ask.texts_of(tmp_path / "a.txt") == {"a.txt": "Größe"}
+    (tmp_path / "a.txt").write_text("Größe", encoding="utf-8-sig")  # as Windows writes it
+    assert ask.texts_of(tmp_path) == {"a.txt": "Größe"}
     with pytest.raises(SystemExit, match=r"documents '.*/none' cannot be used: .*No such file"):
         ask.texts_of(tmp_path / "none")
     with pytest.raises(SystemExit, match=r"q.txt cannot be used: .*No such file"):
@@ -127,6 +131,34 @@ def test_answers_end_where_a_turn_ends() -> None:
     model = models.make_model("llama", torch.float64).eval()
     model.generation_config.eos_token_id = [7, 9]
     assert ask.ends_of(model, tokenizer()) == [1, 7, 9]
+
+
+def test_an_adapter_answers_with_the_rope_that_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config lies beside it. Positions are counted with question and answer."""
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    base, folder = models.make_model("llama"), tmp_path / "adapter"
+    base.config.max_position_embeddings = 40
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(target_modules="all-linear", init_lora_weights=False)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 500.0}
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    for name, text in {"text.txt": TEXTS["first"], "questions.txt": QUESTIONS[0]}.items():
+        (tmp_path / name).write_text(text)
+    files = [str(folder), str(tmp_path / "text.txt"), "--questions", str(tmp_path / "questions.txt")]
+    ask.main([*files, "--tokens", "3"])
+    warned, told = capsys.readouterr().out.splitlines()[-2:]
+    assert "tokens with question and answer, and the model has 40 positions. It may answer badly." in warned
+    trained = hf_burst.patch_model(load_adapter(folder).eval())
+    expected = ask.ask(trained, tokenizer(), {"text.txt": TEXTS["first"]}, QUESTIONS[:1], 3, True, print)[0]
+    assert json.loads(told)["log_likelihood"] == pytest.approx(expected.log_likelihood, rel=1e-4)
+    assert json.loads(told)["answer"] == expected.answer
+    reset_accelerate()
 
 
 @pytest.mark.parametrize("given", [[], ["--no-chat"]])

@@ -103,6 +103,8 @@ def test_every_source_gives_the_same_documents(tmp_path: Path, monkeypatch: pyte
         data.load_rows([str(tmp_path / "mixed/titles.csv"), str(tmp_path / "text/a.txt")], "train")
     with pytest.raises(SystemExit, match="on the Hub"):
         data.load_rows(["no/such"], "train")
+    (tmp_path / "windows.txt").write_bytes("Größe\r\n".encode("utf-8-sig"))
+    assert data.load_rows([str(tmp_path / "windows.txt")], "train")["text"] == ["Größe\n"]
     (tmp_path / "text" / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
     with pytest.raises(SystemExit, match=r"latin.txt:1 is not UTF-8"):
         data.load_rows([str(tmp_path / "text")], "train")
@@ -205,7 +207,13 @@ def test_pairs_of_the_same_answer_are_counted(tmp_path: Path, capsys: pytest.Cap
         assert len(pairs_of(tmp_path, rows)) == 3
         assert "chosen equals rejected in 2 of 3 pairs; they teach nothing." in capsys.readouterr().out
     pairs_of(tmp_path, rows[1:2])
-    assert "equals" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "equals" not in told
+    assert "is empty" not in told
+    for empty in (" ", [{"role": "assistant", "content": ""}]):
+        prompt = "Hi" if isinstance(empty, str) else [USER]
+        pairs_of(tmp_path, [{"prompt": prompt, "chosen": empty, "rejected": TURN[1:] if prompt != "Hi" else "b"}])
+        assert "chosen is empty in 1 of 1 pairs" in capsys.readouterr().out
 
 
 def test_a_pair_of_messages_without_an_answer_is_named(tmp_path: Path) -> None:
@@ -1042,6 +1050,22 @@ def test_a_system_message_beside_a_chat_is_its_first(tmp_path: Path, arguments: 
     first["value"] = "Be Y."
     with pytest.raises(SystemExit, match=r"other\.jsonl:1: its column system is 'Be X\.'; give text, and no other"):
         tokens_of(conversations.write(tmp_path / "other.jsonl", [row]), arguments)
+
+
+def test_prompts_are_trained_on_as_they_are_counted(tmp_path: Path) -> None:
+    """With the roles of ShareGPT and arguments in JSON, as chats are read; other columns stay."""
+    from trl import GRPOConfig
+
+    asked = [{"from": "human", "value": "Hi"}, {"role": "assistant", "tool_calls": [call("f")]}]
+    asked[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
+    path = conversations.write(tmp_path / "prompts.jsonl", [{"prompt": asked, "answer": "x"}])
+    training: Any = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_completion_length=8)
+    training.max_length = 512
+    rows, _ = prompts.load_prompts(DataSettings(dataset=[str(path)]), models.byte_tokenizer(), training)
+    assert rows[0]["prompt"] == chats.clean(asked)
+    assert rows[0]["prompt"][0] == {"role": "user", "content": "Hi"}
+    assert rows[0]["prompt"][1]["tool_calls"] == [call("f", a=1)]
+    assert rows[0]["answer"] == "x"
 
 
 def test_prompts_have_no_system_message_beside_them(tmp_path: Path) -> None:

@@ -676,6 +676,11 @@ def test_prompts_and_rewards_that_cannot_be_used(wrong: Sentence) -> None:
     assert "max_completion_length is 600, and max_length 512" in of("--max_completion_length", "600")
     assert "1 of 1 rows have more than max_length (2)" in of("--max_completion_length", "510")
     assert "a prompt cannot be split" in of("--too_long", "split")
+    for empty in (None, "", " "):
+        conversations.write(
+            Path("answers.jsonl"), [{"prompt": "Why?", "answer": "3"}, {"prompt": "Y?", "answer": empty}]
+        )
+        assert "an answer in every row, and 1 of 2 have none" in of()
 
 
 def test_adapters_remember_the_revision_and_are_merged_elsewhere(
@@ -686,6 +691,9 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
     assert "by which the head would not learn" in wrong(*options, "--lora_task_type", "CAUSAL_LM", script=reward)
     assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "where the base of the adapter is" in wrong(*options, "--merge_to", f"{tmp_path}/x/../base")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    assert "an adapter. Merge it first" in wrong("--model_name_or_path", str(tmp_path / "adapter"))
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
     assert trainer.model.peft_config["default"].revision == "v2"
@@ -722,6 +730,24 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
         else:
             plain = AutoModelForCausalLM.from_pretrained("out")
             torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapted", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_one_of_two_tied_layers_is_merged_into_that_one(tmp_path: Path, adapted: str) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(models.byte_tokenizer()), tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    models.byte_tokenizer().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trained = get_peft_model(base, LoraConfig(target_modules=[adapted], init_lora_weights=False)).eval()
+    trained.save_pretrained(tmp_path / "adapter")
+    models.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.arange(3, 40)[None]
+    torch.testing.assert_close(merged(ids).logits, trained(ids).logits)
 
 
 @pytest.mark.slow
@@ -895,6 +921,21 @@ def test_settings_that_make_another_experiment(name: str, tmp_path: Path) -> Non
         made.append(resuming.settings_of(training, {**asdict(model), **asdict(documents)}))
     free = list(OF_ANOTHER).index(name) >= list(OF_ANOTHER).index("num_train_epochs")
     assert (made[0] == made[1]) is free
+
+
+def test_other_rewards_make_another_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names count, and what their files hold."""
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("def short(completions, **rest):\n    return [-len(each) for each in completions]\n")
+    training = trl.GRPOConfig("out", use_cpu=True, bf16=False, report_to="none")
+    chosen = {"dataset": ["python_topics"]}
+    of = [
+        resuming.settings_of(training, {**chosen, "reward": ["answer", *more]}) for more in ([], ["rewards.py:short"])
+    ]
+    Path("rewards.py").write_text(Path("rewards.py").read_text().replace("-", ""))
+    of.append(resuming.settings_of(training, {**chosen, "reward": ["answer", "rewards.py:short"]}))
+    assert [one["reward"] for one in of[:1]] == [["answer"]]
+    assert len({str(one["reward"]) for one in of}) == 3
 
 
 def test_the_same_data_in_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
