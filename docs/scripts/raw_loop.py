@@ -30,6 +30,8 @@ accelerator = Accelerator(
 model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5), loader)
 model.train()  # from_pretrained leaves it in evaluation
 batches = list(loader)
+if len(batches) < ACCUMULATION:
+    raise SystemExit(f"a step takes {ACCUMULATION} batches, and there are {len(batches)}")
 for start in range(0, len(batches) - ACCUMULATION + 1, ACCUMULATION):
     group = batches[start : start + ACCUMULATION]
     labels = sum((batch["labels"][:, 1:] != -100).sum() for batch in group)

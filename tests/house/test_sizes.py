@@ -13,7 +13,7 @@ LINES = {
     "hf/models": 1_438,
     "hf/parts": 3_108,
     "hf/spread": 621,
-    "hf/trainers": 1_308,
+    "hf/trainers": 1_310,
     "kernels": 1_748,
     "layers": 1_707,
     "plan": 2_159,
@@ -22,7 +22,7 @@ LINES = {
     "ring": 2_053,
     "sizing": 1_475,
 }
-NODES, TUPLES, REFUSING, RAISES = 131_230, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_241, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -199,6 +199,8 @@ class BurstResume(TrainerCallback, ExportableState):
                 "its data and learning rates would be others",
                 "Set per_device_train_batch_size x groups x gradient_accumulation_steps to the same product",
             )
+        if now["rows"] is None:
+            _warn("%s on streamed data, which is not compared.", said)
         if None in (before.get("rows"), now["rows"]) or before["rows"] == now["rows"]:
             return
         said += f" on other data: {before['rows']}, and now {now['rows']}. As many are skipped as were trained on."

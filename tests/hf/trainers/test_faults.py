@@ -402,6 +402,18 @@ def test_other_training_data_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
     assert "goes on from checkpoint-4 (of 4 steps)\n4 steps are done" in said
 
 
+def test_streamed_data_are_said_not_to_be_compared(caplog: pytest.LogCaptureFixture) -> None:
+    resume = hf_burst.BurstResume()
+    for rows, words in (
+        (None, ["The checkpoint was trained on streamed data, which is not compared."]),
+        ("9 rows", []),
+    ):
+        caplog.clear()
+        resume.began = {"sequences": 4, "rows": rows}
+        resume._compare("The checkpoint was trained", resume.began)
+        assert caplog.messages == words
+
+
 def test_rows_of_tables_are_compared(tmp_path: Path) -> None:
     """They are read as Arrow holds them: transforms, which may be random, are not run."""
     datasets = pytest.importorskip("datasets")
