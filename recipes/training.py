@@ -41,14 +41,6 @@ class Start:
 
         return models.load_config(self.model, len(self.tokenizer))
 
-    def warn(self) -> None:
-        """Warns where sequences are longer than the positions of the model."""
-        import models
-        import report
-
-        pretrained = bool(self.model.model_name_or_path)
-        report.warn(self.args, models.too_short_a_rope(self.config, self.args.max_length, pretrained))
-
     def load_model(self) -> Any:
         """The patched model."""
         import models
@@ -153,7 +145,6 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool
     from trl import SFTTrainer
 
     documents, args = start.documents, start.args
-    start.warn()
     sees = models.has_towers(start.config) and not text_alone
     if sees and images.are_in(data.load_rows(documents.dataset, documents.dataset_split, args.dataset_text_field)):
         processor = images.load_processor(start.model, start.tokenizer)
