@@ -31,7 +31,7 @@ from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
 from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
-from recipes.benchmarks.harness import at_least, options_of, seconds, setting, settings_of, table, write
+from recipes.benchmarks.harness import at_least, options_of, setting, settings_of, table, write
 from recipes.benchmarks.measure import PASSES, Effort, Measured, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
@@ -59,7 +59,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
     parser.add_argument("--burst", type=setting, nargs="+", default=[], help="NAME=VALUE: settings of BurstConfig")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
-    parser.add_argument("--seconds", type=seconds, default=180.0, help="for all lengths of one number of key heads")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for all lengths of one number of key heads")
     parser.add_argument("--rounds", type=at_least(1), nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls without a pause; fewer if slow")
     parser.add_argument("--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if slow")
