@@ -181,11 +181,8 @@ def _lengths(
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
         (passed,) = ranks.largest([time.perf_counter() - start])
-        share = length / sum(lengths[index:])
-        left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
-        effort = Effort(
-            warmup=arguments.warmup, rounds=rounds, seconds=left, share=share, in_a_row=arguments.in_a_row, warm=warm
-        )
+        left = (arguments.seconds - passed) * length / sum(lengths[index:])
+        effort = Effort(arguments.warmup, tuple(arguments.rounds), left, arguments.in_a_row, warm)
         ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
         at_length = replace(case, length=length)
         results = measure(contenders, at_length, ranks, effort)
