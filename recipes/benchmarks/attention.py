@@ -92,7 +92,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print("\n".join([markdown(result), *reasons(result)]))
+        print(markdown(result))
     return _status(result)
 
 
@@ -257,15 +257,6 @@ def markdown(result: dict[str, Any]) -> str:
             found[3:] = [f"{rate:.3g}", "" if share is None else f"{share['both']:.0%}"]
         cells.append(found)
     return table(["key heads", "tokens", "contender", "TF/s per GPU", "share of the limit"], cells)
-
-
-def reasons(result: dict[str, Any]) -> list[str]:
-    """Reasons why contenders are missing, each of them once."""
-    reasons: dict[str, None] = {}
-    for row in [*result["results"], *result["checks"]]:
-        if row["status"] != "ok":
-            reasons[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
-    return list(reasons)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert all(status[name, length] == "ok" for name in good for length in (64, 128))
     assert status["long call of one rank", 64] == "ok"
     assert status["long call of one rank", 128] == "failed"
-    assert "one percent wrong" in done.stdout
+    assert "one percent wrong" in done.stderr
 
 
 def case_of(rank: int, size: int) -> Case:
