@@ -101,10 +101,15 @@ def ask(
     """For each question the likeliest of the answers of all texts, see [`frame`] and [`answers_from`]. `tell` gets a
     line before each text."""
     before, asked = frame(tokenizer, questions, chat)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     found = {}
     for number, (name, text) in enumerate(texts.items(), 1):  # a chat template has the first token of its own
         document = tokenizer(before + text, return_tensors="pt", add_special_tokens=not chat).input_ids
-        tell(f"text {number} of {len(texts)}: {name}, {document.shape[1]:,} tokens")
+        length = document.shape[1]
+        few = (
+            f"; the model has {positions:,} positions, and may answer badly" if positions and length > positions else ""
+        )
+        tell(f"text {number} of {len(texts)}: {name}, {length:,} tokens{few}")
         found[name] = answers_from(model, tokenizer, document, asked, tokens)
     best = [max(found, key=lambda name: found[name][number][1]) for number in range(len(questions))]
     return [
@@ -179,12 +184,6 @@ def main(given: list[str]) -> None:
     base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else arguments.model
     kind = models.auto_class(AutoConfig.from_pretrained(base))
     model = kind.from_pretrained(arguments.model, dtype="auto").to(accelerator.device).eval()
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, text in texts.items() if positions else ():
-        length = len(tokenizer(text).input_ids)
-        if length > positions:
-            told = f"{name}: {length:,} tokens, and the model has {positions:,} positions. It may answer badly."
-            accelerator.print(told)
     chat = arguments.chat and tokenizer.chat_template is not None
     tell = partial(accelerator.print, file=sys.stderr, flush=True)
     for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat, tell):
