@@ -1,13 +1,14 @@
 """What the benchmarks share: the options of their command lines, and where a result goes."""
 
 import argparse
-import ast
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
@@ -82,14 +83,11 @@ def rows_in(out: Path | None) -> list[Row]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Reads `name=value`; the value is a literal of Python or JSON, or else a word."""
+    """Reads `name=value`; the value is one of YAML."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
-    except (SyntaxError, ValueError):
-        return name, value
+    return name, yaml.safe_load(value)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
