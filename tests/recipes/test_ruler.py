@@ -73,7 +73,7 @@ def test_answers_to_ruler_are_scored_offline_and_over_ranks(
 def test_tasks_that_ruler_has_not() -> None:
     wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
     with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
-        evaluation.read(words(), wanted, mock.Mock())
+        evaluation.read(mock.Mock(), words(), wanted, mock.Mock())
 
 
 @pytest.mark.parametrize(
