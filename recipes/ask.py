@@ -101,10 +101,15 @@ def ask(
     """For each question the likeliest of the answers of all texts, see [`frame`] and [`answers_from`]. `tell` gets a
     line before each text."""
     before, asked = frame(tokenizer, questions, chat)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    more = max(len(tokenizer(each, add_special_tokens=False).input_ids) for each in asked) + tokens
     found = {}
     for number, (name, text) in enumerate(texts.items(), 1):  # a chat template has the first token of its own
         document = tokenizer(before + text, return_tensors="pt", add_special_tokens=not chat).input_ids
-        tell(f"text {number} of {len(texts)}: {name}, {document.shape[1]:,} tokens")
+        said = f"text {number} of {len(texts)}: {name}, {document.shape[1]:,} tokens"
+        if positions and document.shape[1] + more > positions:
+            said += f"; with question and answer more than the model's {positions:,} positions: it may answer badly"
+        tell(said)
         found[name] = answers_from(model, tokenizer, document, asked, tokens)
     best = [max(found, key=lambda name: found[name][number][1]) for number in range(len(questions))]
     return [
@@ -182,14 +187,6 @@ def main(given: list[str]) -> None:
         model = kind.from_pretrained(arguments.model, dtype="auto")
     model = model.to(accelerator.device).eval()
     chat = arguments.chat and tokenizer.chat_template is not None
-    before, asked = frame(tokenizer, questions, chat)
-    more = max(len(tokenizer(before + each, add_special_tokens=False).input_ids) for each in asked) + arguments.tokens
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, text in texts.items() if positions else ():
-        length = len(tokenizer(text).input_ids) + more
-        if length > positions:
-            said = f"{name}: {length:,} tokens with question and answer, and the model has {positions:,} positions."
-            accelerator.print(f"{said} It may answer badly.")
     tell = partial(accelerator.print, file=sys.stderr, flush=True)
     for answer in ask(hf_burst.patch_model(model), tokenizer, texts, questions, arguments.tokens, chat, tell):
         accelerator.print(json.dumps(asdict(answer), ensure_ascii=False))

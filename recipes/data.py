@@ -60,19 +60,17 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         split (`str`): The split, of which local files have `train` alone; a part of it may be given (`train[:90%]`).
         text_column (`str`, *optional*): The column for documents of text files.
     """
-    saved = len(names) == 1 and (Path(names[0]) / "state.json").exists()
-    if (saved or names == ["python_topics"]) and split != "train":
-        raise SystemExit(f"dataset_split is {split!r}, but dataset {names} has no splits; leave it out.")
+    splits = {}
     if names == ["python_topics"]:
-        return Dataset.from_dict({text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
-    with using(f"dataset {names}"):
-        if saved:
-            return load_from_disk(names[0])
-        if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
-            splits = load_from_disk(names[0])
-            if split not in splits:
-                raise ValueError(f"it has the splits {', '.join(splits)}, not {split!r}")
-            return splits[split]
+        splits["train"] = Dataset.from_dict({text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
+    elif len(names) == 1 and any(Path(names[0], f"{kind}.json").exists() for kind in ("state", "dataset_dict")):
+        with using(f"dataset {names}"):
+            saved = load_from_disk(names[0])
+        splits = {"train": saved} if isinstance(saved, Dataset) else saved
+    if splits and split not in splits:
+        raise SystemExit(f"dataset_split is {split!r}, and dataset {names} has {', '.join(splits)}.")
+    if splits:
+        return splits[split]
     kinds: dict[str | None, list[str]] = {}
     for name in names:
         files = expand(name)

@@ -29,7 +29,6 @@ def make_trainer(arguments: list[str]) -> training.Made:
     import preferences
     from trl import DPOTrainer
 
-    start.warn()
     reference = None if start.model.use_peft else start.load_model()
     return preferences.make_trainer(DPOTrainer, start, ref_model=reference), start.burst
 

@@ -6,7 +6,6 @@ documents, each shared by several processes. Text that is held out says what tha
 The files recipes/configs/extend_*.yaml begin with commands, on CPUs and on GPUs.
 """
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,6 @@ from transformers.hf_argparser import HfArg
 
 if TYPE_CHECKING:
     import torch
-    from datasets import Dataset
     from scoring import PositionLosses
     from trl import SFTConfig, SFTTrainer
 
@@ -33,16 +31,12 @@ BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and 
 
 @dataclass
 class Extension:
-    """What the perplexity is measured on, and how a model without weights comes to some."""
+    """What the perplexity is measured on."""
 
     windows: int = HfArg(default=32, help="Pieces of held-out text for the perplexity.")
-    pretraining_steps: int = HfArg(
-        default=0, help="With model_config: steps to train the model first, at its own length."
-    )
-    pretraining_batch: int = HfArg(default=16, help="Sequences of such a step, of each group.")
 
     def __post_init__(self) -> None:
-        settings.check_counts(self, {"windows": 1, "pretraining_steps": 0, "pretraining_batch": 1})
+        settings.check_counts(self, {"windows": 1})
 
 
 def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "torch.nn.Module") -> "PositionLosses":
@@ -52,29 +46,6 @@ def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "t
     model = model.to(trainer.args.device).eval()
     with trainer.accelerator.autocast():  # computes as the training does
         return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
-
-
-def pretrain(start: training.Start, rows: "Dataset") -> None:
-    """Trains a model from its config, at its own length, and makes it the one that is extended."""
-    import data
-    import report
-    from transformers.trainer_utils import IntervalStrategy
-    from trl import SFTTrainer
-
-    short = copy.copy(start.args)
-    short.max_length, short.max_steps = start.config.max_position_embeddings, start.more.pretraining_steps
-    short.per_device_train_batch_size, short.gradient_accumulation_steps = start.more.pretraining_batch, 1
-    short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
-    short.output_dir = str(Path(start.args.output_dir) / "short")
-    pieces = data.fit(rows, short, "split", "the pretraining")
-    whole = replace(start, model=copy.copy(start.model), args=short, run={})
-    whole.model.use_peft = False
-    trainer = whole.make(SFTTrainer, (pieces, None))
-    report.follow(trainer)
-    trainer.train()
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()
-    start.model.model_name_or_path, start.model.model_config = short.output_dir, {}
 
 
 def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", made: dict[str, Any]) -> None:
@@ -96,11 +67,9 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
         print(f"perplexity {label:>24}: " + ", ".join(f"{value:8.3f} {part}" for part, value in values.items()))
 
 
-def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, extension: Extension) -> None:
+def check(model: ModelSettings, documents: DataSettings, burst: BurstSettings, args: Any, *_: Any) -> None:
     """Checks the settings before the processes are joined."""
     settings.check(model, documents, burst, args)
-    if extension.pretraining_steps and model.model_name_or_path is not None:
-        raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
     if not (documents.eval_dataset or documents.eval_share):
         raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
 
@@ -130,11 +99,9 @@ def main(arguments: list[str]) -> None:
             f"No held-out text has {args.max_length:,} tokens. Give eval_dataset, or one long text alone, whose end is "
             "held out; eval_share draws whole texts of several."
         )
-    if extension.pretraining_steps:
-        pretrain(start, train)
-    before = replace(start).load_model()  # its config is read anew
+    before = start.load_model()
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
-    trainer = replace(start).make(SFTTrainer, (train, held_out))
+    trainer = replace(start).make(SFTTrainer, (train, held_out))  # its config is read anew
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before

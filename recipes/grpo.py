@@ -60,7 +60,6 @@ def make_trainer(arguments: list[str]) -> training.Made:
     import prompts
     from trl import GRPOTrainer
 
-    start.warn()
     rows = prompts.load_prompts(start.documents, start.tokenizer, start.args)
     functions = [prompts.reward_function(name, rows[0]) for name in start.more.reward]
     return start.make(GRPOTrainer, rows, reward_funcs=functions), start.burst

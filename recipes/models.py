@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import get_peft_config, get_quantization_config
 
 import hf_burst
-from hf_burst.hf.models.positions import beyond_positions, pretrained_length, scaled_rope
+from hf_burst.hf.models.positions import pretrained_length, scaled_rope
 
 NO_TEXT = r"(?!.*\b(language_model|text_model)\.).*"  # the modules of a wrapper beside its language model
 
@@ -157,19 +157,6 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
         config.rope_parameters = {**config.rope_parameters, "full_attention": merged} if nested else merged
         config.standardize_rope_params()
         config.validate_rope()
-
-
-def too_short_a_rope(config: PreTrainedConfig, length: int, pretrained: bool = True) -> str | None:
-    """A warning where sequences are longer than the positions of the model, pretrained or made from a config."""
-    said = f"max_length is {length:,}"
-    warning = beyond_positions(config, length, said, "rope_scaling")
-    if warning is None or pretrained:
-        return warning
-    most = config.get_text_config().max_position_embeddings
-    return (
-        f"{said}, but the model has max_position_embeddings {most:,}, which its checkpoint will say. Set "
-        f"max_position_embeddings: {length} in model_config."
-    )
 
 
 def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSettings, seed: int) -> torch.nn.Module:

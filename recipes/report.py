@@ -140,9 +140,7 @@ def follow(trainer: Trainer) -> None:
         trainer.add_callback(Bar)
     trainer.add_callback(Evaluations)
     trainer.add_callback(FewSteps)
-    watch = hf_burst.BurstCallback(trainer)  # its numbers are in every log
-    watch.lengths_told = True  # recipes set max_length, and warn of positions by themselves
-    trainer.add_callback(watch)
+    trainer.add_callback(hf_burst.BurstCallback(trainer))  # its numbers are in every log
     trainer.accelerator.print(describe(trainer))
 
 

@@ -33,7 +33,6 @@ def make_trainer(arguments: list[str]) -> training.Made:
     from trl import RewardTrainer
 
     models.give_rewards(start.config)
-    start.warn()
     return preferences.make_trainer(RewardTrainer, start), start.burst
 
 

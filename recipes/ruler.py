@@ -19,7 +19,6 @@ from accelerate.utils import set_seed
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler import cwe_utils, vt_utils
@@ -37,7 +36,7 @@ Scores = dict[str, dict[int, float]]
 
 class ShardedLM(HFLM):
     """A patched model in evaluation mode, as lm-eval calls models, for sequences of at most `max_length` tokens. All
-    processes make the same requests, in the same order."""
+    processes make the same requests, in the same order; those of RULER have a context and an answer."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         super().__init__(model, backend="causal", tokenizer=tokenizer, max_length=max_length)
@@ -49,34 +48,12 @@ class ShardedLM(HFLM):
 
         As in lm-eval's own models, contexts that are too long lose their beginning: the model reads `max_length` tokens
         at most, which leave out the last token of the continuation.
-
-        Raises:
-            ValueError: If a continuation has no token, or more than `max_length`, or nothing before it.
         """
         scores = []
         for _, context, continuation in requests:
-            if not context or not 0 < len(continuation) <= self.max_length:
-                raise ValueError(
-                    f"A continuation of {len(continuation)} tokens after {len(context)} cannot be scored. It needs 1 "
-                    f"to max_length ({self.max_length}) tokens, after at least one."
-                )
             tokens = [*context, *continuation][-(self.max_length + 1) :]
             scores.append(tuple(score_answers(self.model, [tokens], [len(continuation)])[0]))
         return scores
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers; over all processes.
-
-        Raises:
-            ValueError: If a request samples or leaves no room for its context.
-        """
-        for given in (request.args[1] for request in requests):
-            options = normalize_gen_kwargs(given, self.max_gen_toks)
-            if options["do_sample"]:
-                raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
-            if (most := options["max_gen_toks"]) >= self.max_length:
-                raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
-        return super().generate_until(requests, disable_tqdm)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
         """Greedy tokens behind padded contexts, until one of the words of `stop`."""

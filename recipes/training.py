@@ -17,7 +17,7 @@ import hf_burst
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
 
 Made = tuple[Any, BurstSettings]  # a trainer of TRL, and how sequences are shared
 
@@ -41,14 +41,6 @@ class Start:
 
         return models.load_config(self.model, len(self.tokenizer))
 
-    def warn(self) -> None:
-        """Warns where sequences are longer than the positions of the model."""
-        import models
-        import report
-
-        pretrained = bool(self.model.model_name_or_path)
-        report.warn(self.args, models.too_short_a_rope(self.config, self.args.max_length, pretrained))
-
     def load_model(self) -> Any:
         """The patched model."""
         import models
@@ -60,6 +52,9 @@ class Start:
         that it trains on and those that it is evaluated on."""
         import models
 
+        resume = self.args.resume_from_checkpoint
+        if resume and models.has_towers(self.config) and not self.model.use_peft:  # Trainer knows no names in its files
+            self.model.model_name_or_path = resume
         with settings.using("the settings", RuntimeError):
             patched = self.load_model()
             loaded = {"use_cache": patched.config.use_cache} if hasattr(patched.config, "use_cache") else {}
@@ -153,15 +148,12 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool
     from trl import SFTTrainer
 
     documents, args = start.documents, start.args
-    start.warn()
     sees = models.has_towers(start.config) and not text_alone
     if sees and images.are_in(data.load_rows(documents.dataset, documents.dataset_split, args.dataset_text_field)):
         processor = images.load_processor(start.model, start.tokenizer)
         chats = images.load_chats(documents, processor, args)
-        load_from_checkpoint(start.model, start.config, args)
         trainer = start.make(SFTTrainer, chats, processing_class=processor, data_collator=images.collate)
         return trainer, start.burst
-    load_from_checkpoint(start.model, start.config, args)
     rows = data.load_tokens(documents, start.tokenizer, args, text_alone)
     if documents.group_rows > 1:
         rows = data.load_groups(documents, rows, args)
@@ -169,15 +161,6 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any], text_alone: bool
     if documents.group_rows > 1:
         trainer.data_collator = hf_burst.GroupCollator(trainer.data_collator)  # takes samples of several rows
     return trainer, start.burst
-
-
-def load_from_checkpoint(model: ModelSettings, config: "PreTrainedConfig", args: "TrainingArguments") -> None:
-    """Has the weights of a wrapper loaded from the checkpoint to resume from: Trainer finds none by the names in its
-    files."""
-    import models
-
-    if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
-        model.model_name_or_path = args.resume_from_checkpoint
 
 
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:

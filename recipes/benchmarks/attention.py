@@ -31,7 +31,7 @@ from hf_burst.config import Chunking
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.plan import Mask, chunks_per_rank
 from recipes.benchmarks.contenders import Case, Contender, Documents, hf_burst, limit
-from recipes.benchmarks.harness import at_least, options_of, seconds, setting, settings_of, table, write
+from recipes.benchmarks.harness import at_least, options_of, setting, settings_of, table, write
 from recipes.benchmarks.measure import PASSES, Effort, Measured, check, measure
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
@@ -59,7 +59,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
     parser.add_argument("--burst", type=setting, nargs="+", default=[], help="NAME=VALUE: settings of BurstConfig")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
-    parser.add_argument("--seconds", type=seconds, default=180.0, help="for all lengths of one number of key heads")
+    parser.add_argument("--seconds", type=float, default=180.0, help="for all lengths of one number of key heads")
     parser.add_argument("--rounds", type=at_least(1), nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls without a pause; fewer if slow")
     parser.add_argument("--warmup", type=at_least(0), default=56, help="calls before the first round; fewer if slow")
@@ -92,7 +92,7 @@ def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -
     finally:
         ranks.close()
     if ranks.rank == 0:
-        print("\n".join([markdown(result), *reasons(result)]))
+        print(markdown(result))
     return _status(result)
 
 
@@ -181,11 +181,8 @@ def _lengths(
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
         (passed,) = ranks.largest([time.perf_counter() - start])
-        share = length / sum(lengths[index:])
-        left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
-        effort = Effort(
-            warmup=arguments.warmup, rounds=rounds, seconds=left, share=share, in_a_row=arguments.in_a_row, warm=warm
-        )
+        left = (arguments.seconds - passed) * length / sum(lengths[index:])
+        effort = Effort(arguments.warmup, tuple(arguments.rounds), left, arguments.in_a_row, warm)
         ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
         at_length = replace(case, length=length)
         results = measure(contenders, at_length, ranks, effort)
@@ -260,15 +257,6 @@ def markdown(result: dict[str, Any]) -> str:
             found[3:] = [f"{rate:.3g}", "" if share is None else f"{share['both']:.0%}"]
         cells.append(found)
     return table(["key heads", "tokens", "contender", "TF/s per GPU", "share of the limit"], cells)
-
-
-def reasons(result: dict[str, Any]) -> list[str]:
-    """Reasons why contenders are missing, each of them once."""
-    reasons: dict[str, None] = {}
-    for row in [*result["results"], *result["checks"]]:
-        if row["status"] != "ok":
-            reasons[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
-    return list(reasons)
 
 
 if __name__ == "__main__":

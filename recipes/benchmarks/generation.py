@@ -45,19 +45,10 @@ from hf_burst.attention import ContextGroup, MaskPattern
 from hf_burst.attention.shared_keys import Exchange, Keys, attend_to_shared, exchanged
 from hf_burst.hf.generation.step_graphs import Recording
 from hf_burst.kernels import Scores
-from hf_burst.plan import Mask
 from recipes.benchmarks.harness import Row, at_least, begin, options_of, settings_of, write
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import add_model, apply_liger, make_model
-from recipes.benchmarks.training_limits import (
-    Attention,
-    attentions_of,
-    forward_products,
-    heads_of,
-    native_of,
-    seconds_of,
-    widths_of,
-)
+from recipes.benchmarks.training_limits import attention_seconds, attentions_of, forward_products, widths_of
 
 QUESTION = 32  # tokens
 _CALLS = 100  # of what takes less than a millisecond
@@ -125,13 +116,9 @@ class Bench:
         once = forward_products(self.model.model, length // ranks.size, ranks)
         products = sum(once[width] for layer in self.model.model.layers for width in widths_of(layer))
 
-        def attending(kind: Attention) -> float:
-            native, mask = native_of(kind, dtype, ranks), Mask(length, window=kind.window)
-            inputs = [each.detach() for each in heads_of(kind, dtype, length, ranks)]
-            return seconds_of(lambda: native.attend(*inputs, mask), ranks)
-
-        kinds = Counter(attentions_of(self.model.model))
-        return {"products": products, "attention": sum(count * attending(kind) for kind, count in kinds.items())}
+        kinds = Counter(attentions_of(self.model.model)).items()
+        attention = sum(count * attention_seconds(kind, dtype, ranks, length)[0] for kind, count in kinds)
+        return {"products": products, "attention": attention}
 
     def attention(self, length: int) -> Row:
         """The seconds of one new token's attention in a layer that sees all tokens, its limit, and those of its

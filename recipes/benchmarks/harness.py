@@ -1,7 +1,6 @@
 """What the benchmarks share: the options of their command lines, and where a result goes."""
 
 import argparse
-import ast
 import json
 import logging
 import os
@@ -9,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
 Row = dict[str, Any]
-_DAY_S = 86400
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -25,14 +25,6 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def seconds(text: str) -> float:
-    """Reads a time."""
-    value = float(text)
-    if not 0 < value <= _DAY_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, at most {_DAY_S}, a day")
-    return value
 
 
 def file_to_write(text: str) -> Path:
@@ -55,7 +47,7 @@ def options_of(doc: str | None, timeout_s: float | None = 300.0) -> argparse.Arg
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if timeout_s is not None:
         parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-        parser.add_argument("--timeout", type=seconds, default=timeout_s, help="seconds that one call may take")
+        parser.add_argument("--timeout", type=float, default=timeout_s, help="seconds that one call may take")
     parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=file_to_write, help="where the result goes, as JSON")
     return parser
@@ -91,14 +83,11 @@ def rows_in(out: Path | None) -> list[Row]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Reads `name=value`; the value is a literal of Python or JSON, or else a word."""
+    """Reads `name=value`; the value is one of YAML."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
-    except (SyntaxError, ValueError):
-        return name, value
+    return name, yaml.safe_load(value)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

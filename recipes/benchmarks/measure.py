@@ -51,8 +51,7 @@ class Effort:
 
     warmup: int  # calls of each contender before the first round; slow contenders have fewer, at least one
     rounds: tuple[int, int]  # fewest and most rounds
-    seconds: float  # time for this length and the longer ones
-    share: float  # this length's share of `seconds`
+    seconds: float  # for all of it
     in_a_row: int = 1  # most calls that follow each other without a pause, as the layers of a model do
     warm: frozenset[str] = frozenset()  # names of contenders that have run before, at another length
 
@@ -166,7 +165,7 @@ def measure_runs(results: list[Measured], ranks: Ranks, effort: Effort) -> list[
         if measured.run is not None:
             _first_calls(measured, ranks, measured.contender.name in effort.warm)
     running = [measured for measured in results if measured.run is not None]
-    budget = max(effort.seconds, 0.0) * effort.share
+    budget = max(effort.seconds, 0.0)
     firsts = [measured.seconds["both"][-1] for measured in running] or [1.0]
     fastest = min(ranks.largest(firsts))
     for measured in running:

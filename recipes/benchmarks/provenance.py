@@ -3,7 +3,6 @@
 import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from hf_burst.version import __version__
@@ -92,7 +92,5 @@ def git_commit(folder: Path) -> str | None:
 
 def interquartile_range(values: Sequence[float]) -> float:
     """The distance between the quartiles; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third - first
+    first, third = numpy.percentile(values, (25, 75))
+    return float(third - first)

@@ -95,16 +95,10 @@ class Ranks:
 
     def agree(self, problem: tuple[float, str] | None) -> str | None:
         """Joins the problems of all ranks in one sentence, the earliest first; `None` if no rank has one."""
-        if self.size == 1:
-            return problem[1] if problem else None
-        if self.largest([problem is not None]) == [0]:
-            return None
-        reports: list[Any] = [None] * self.size
-        dist.all_gather_object(reports, problem, group=self._control)
-        problems = sorted((*report, rank) for rank, report in enumerate(reports) if report)
+        problems = sorted((*report, rank) for rank, report in enumerate(self.gather(problem)) if report)
         if len(problems) == self.size and len({text for _, text, _ in problems}) == 1:
             return str(problems[0][1])
-        return "; ".join(f"rank {rank}: {text}" for _, text, rank in problems)
+        return "; ".join(f"rank {rank}: {text}" for _, text, rank in problems) or None
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The element-wise maximum over the ranks."""

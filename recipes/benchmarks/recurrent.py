@@ -259,7 +259,7 @@ def measure(
     def prepare(contender: Contender, group: dist.ProcessGroup | None) -> Run:
         return PARTS[part](arguments, _case(arguments, ranks, tokens, group), contender)
 
-    effort = Effort(0, (arguments.rounds, arguments.rounds), 0.0, 1.0, in_a_row=4)
+    effort = Effort(0, (arguments.rounds, arguments.rounds), 0.0, in_a_row=4)
     results = measure_runs([Measured(contender, partial(prepare, contender)) for contender in every], ranks, effort)
     for measured in results:
         measured.contender.failure = measured.reason

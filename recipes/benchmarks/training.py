@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -91,12 +90,6 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     whole = [name for name, contender in arguments.contenders.items() if contender.settings is None and size > 1]
     if arguments.document and (whole or not arguments.no_limits):
         parser.error("--document is for hf_burst, or one process, with --no-limits")
-    if arguments.liger and not find_spec("liger_kernel"):
-        parser.error("--liger needs Liger-Kernel: pip install liger-kernel")
-    if arguments.weights == "qlora" and not find_spec("bitsandbytes"):
-        parser.error("--qlora needs bitsandbytes: pip install bitsandbytes")
-    if arguments.gpu_memory and (arguments.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("--gpu-memory is for GPUs")
 
 
 def main() -> int:

@@ -115,23 +115,15 @@ def attentions_of(decoder: Any) -> list[Attention]:
     return every
 
 
-def heads_of(
-    kind: Attention, dtype: torch.dtype, tokens: int, ranks: Ranks
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of all tokens, in a rank's share of the heads."""
-    share, kv_share = kind.heads // ranks.size, max(1, kind.kv_heads // ranks.size)
-    make = partial(torch.randn, dtype=dtype, device=ranks.device, requires_grad=True)
-    q, k, v = (make(1, tokens, count, kind.size) for count in (share, kv_share, kv_share))
-    return q, k, v
-
-
 def attention_seconds(kind: Attention, dtype: torch.dtype, ranks: Ranks, length: int) -> tuple[float, float]:
     """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
     called once, after one of 16K tokens, but for attention in a window, which takes milliseconds."""
     native, long = native_of(kind, dtype, ranks), length >= _LONG and kind.window is None
+    share, kv_share = kind.heads // ranks.size, max(1, kind.kv_heads // ranks.size)
+    make = partial(torch.randn, dtype=dtype, device=ranks.device, requires_grad=True)
 
     def timed(tokens: int, once: bool) -> tuple[float, float]:
-        q, k, v = heads_of(kind, dtype, tokens, ranks)
+        q, k, v = (make(1, tokens, count, kind.size) for count in (share, kv_share, kv_share))
         mask, outs = Mask(tokens, window=kind.window), dict[str, torch.Tensor]()
 
         def attend() -> None:

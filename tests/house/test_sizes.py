@@ -1,6 +1,6 @@
 """The house does not grow by itself: each room has a number of lines. A commit of its own raises one, and says why."""
 
-from tests.house.sizes import measure
+from tests.house.sizes import PACKAGE, measure
 
 LINES = {
     ".": 416,
@@ -22,6 +22,7 @@ LINES = {
     "ring": 2_053,
     "sizing": 1_475,
 }
+RECIPES = 10_261  # their benchmarks, too
 NODES, TUPLES, REFUSING, RAISES = 131_241, 0.17, 1_487, 281
 
 
@@ -29,6 +30,11 @@ def test_rooms_keep_to_their_numbers() -> None:
     lines = measure().lines
     assert lines.keys() == LINES.keys()
     assert not {room: count for room, count in lines.items() if count > LINES[room]}
+
+
+def test_recipes_keep_to_their_number() -> None:
+    sources = (PACKAGE.parent / "recipes").rglob("*.py")
+    assert sum(len(source.read_text().splitlines()) for source in sources) <= RECIPES
 
 
 def test_what_went_is_code_and_not_air() -> None:

@@ -152,8 +152,9 @@ def test_an_adapter_answers_with_the_rope_that_it_was_trained_with(
         (tmp_path / name).write_text(text)
     files = [str(folder), str(tmp_path / "text.txt"), "--questions", str(tmp_path / "questions.txt")]
     ask.main([*files, "--tokens", "3"])
-    warned, told = capsys.readouterr().out.splitlines()[-2:]
-    assert "tokens with question and answer, and the model has 40 positions. It may answer badly." in warned
+    said = capsys.readouterr()
+    told, warned = said.out.splitlines()[-1], said.err
+    assert "with question and answer more than the model's 40 positions: it may answer badly" in warned
     trained = hf_burst.patch_model(load_adapter(folder).eval())
     expected = ask.ask(trained, tokenizer(), {"text.txt": TEXTS["first"]}, QUESTIONS[:1], 3, True, print)[0]
     assert json.loads(told)["log_likelihood"] == pytest.approx(expected.log_likelihood, rel=1e-4)

@@ -519,23 +519,21 @@ LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
-    """The recipe as it is launched, with few steps: what is saved loads without hf_burst, and has the new positions."""
+    """As they are launched, with few steps: what is saved loads without hf_burst, and has the new positions."""
     from transformers import AutoModelForCausalLM
 
-    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/extend_context.py", "--config"]
-    command += ["recipes/configs/extend_cpu.yaml", "--output_dir", str(tmp_path), "--windows", "2", "--max_steps", "2"]
-    command += ["--pretraining_steps", "2", "--pretraining_batch", "2", "--per_device_train_batch_size", "1"]
-    command += [
-        "--eval_share",
-        "0.01",
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "9",
-    ]  # the pretraining evaluates nothing
+    launch = [sys.executable, *LAUNCH, "--main_process_port", "0"]
+    few = ["--max_steps", "2", "--per_device_train_batch_size", "1", "--eval_share", "0.01"]
+    learn = ["recipes/finetune_long_document.py", "--config", "recipes/configs/text_short_cpu.yaml"]
+    extend = ["recipes/extend_context.py", "--config", "recipes/configs/extend_cpu.yaml", "--windows", "2"]
+    extend += ["--eval_strategy", "steps", "--eval_steps", "9", "--model_name_or_path", str(tmp_path / "short")]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    for command, folder in (learn, tmp_path / "short"), (extend, tmp_path):
+        command = [*launch, *command, *few, "--output_dir", str(folder)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = json.loads((tmp_path / "extension.json").read_text())
     assert (results["old length"], results["new length"], results["processes"]) == (256, 1024, 2)
     assert set(results["curves"]) == {extend_context.BEFORE, extend_context.STRETCHED, extend_context.TRAINED}

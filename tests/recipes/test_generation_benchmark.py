@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from recipes.benchmarks import generation, training_job
-from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_limits import Attention
 from tests.recipes.test_benchmarks import TINY_GEMMA_4
@@ -59,18 +58,10 @@ def test_layers_of_several_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     read = bench.attention(128)["reading"]
     assert read == pytest.approx(2 * 1 * 128 * 32 * 4 / 3e12), "keys and values, heads, tokens, their size, bytes"
 
-    def seconds(kind: Attention) -> float:
+    def seconds(kind: Attention, dtype: torch.dtype, ranks: Ranks, length: int) -> tuple[float, float]:
         assert kind in (Attention(4, 2, 16, 31), Attention(4, 1, 32, None))
-        return 1.0 if kind.window else 100.0
+        assert length == 128
+        return (1.0 if kind.window else 100.0), 1e6
 
-    def native_of(kind: Attention, *_: object) -> Native:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
-            assert (q.shape[1:], k.shape[1:]) == ((128, kind.heads, kind.size), (128, kind.kv_heads, kind.size))
-            assert mask == generation.Mask(128, window=kind.window)
-            return torch.tensor(seconds(kind))
-
-        return Native("none", attend)
-
-    monkeypatch.setattr(generation, "native_of", native_of)
-    monkeypatch.setattr(generation, "seconds_of", lambda function, ranks: float(function()))
+    monkeypatch.setattr(generation, "attention_seconds", seconds)
     assert bench.prefill_limit(128)["attention"] == 5 * 1.0 + 100.0

@@ -32,6 +32,7 @@ import report  # noqa: E402
 import rows as placed  # noqa: E402
 from settings import DataSettings  # noqa: E402
 
+from hf_burst.hf.models.positions import beyond_positions  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import reset_accelerate  # noqa: E402
 
@@ -790,12 +791,13 @@ def test_what_the_warning_of_a_short_rope_says_makes_it_go_away(scaled: dict[str
     original = {"original_max_position_embeddings": 8192} if scaled else {}
     rope = {"rope_theta": 5e5, **scaled, **original}
     config = LlamaConfig(max_position_embeddings=32768, rope_parameters=rope)
-    factor = float(str(models.too_short_a_rope(config, 131072)).rsplit("factor: ")[1].rstrip("}."))
+    warning = str(beyond_positions(config, 131072, "A row is long", "rope_scaling"))
+    factor = float(warning.rsplit("factor: ")[1].rstrip("}."))
     assert factor == (16 if scaled else 4)
     assert factor == 131072 / models.pretrained_length(config)
     models.scale_rope(config, {"rope_type": "yarn", "factor": factor})
     assert config.max_position_embeddings == 131072
-    assert models.too_short_a_rope(config, 131072) is None
+    assert beyond_positions(config, 131072, "A row is long", "rope_scaling") is None
     assert config.rope_parameters["rope_theta"] == 5e5
     assert not {"low_freq_factor", "high_freq_factor"} & set(config.rope_parameters)
     assert config.rope_parameters.get("beta_fast") == scaled.get("beta_fast")

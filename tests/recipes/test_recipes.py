@@ -791,22 +791,6 @@ def test_an_adapter_that_peft_refuses_is_not_merged(
     assert "adapter adapter cannot be used: '<=' not" in sentence(merge_adapter.main, "adapter", "merged")
 
 
-def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
-    recipe: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ["--model_name_or_path", str(make_base(tmp_path / "base"))]
-    recipe(*base)
-    assert "WARNING" not in capsys.readouterr().err
-    recipe(*base, "--max_length", "1500")
-    assert "max_position_embeddings 512" in (warning := capsys.readouterr().err)
-    assert "rope_scaling: {rope_type: yarn, factor: 3.0}" in warning
-    recipe(*base, "--max_length", "1500", "--rope_scaling", "{rope_type: yarn, factor: 3.0}")
-    assert "WARNING" not in capsys.readouterr().err
-    recipe("--max_length", "3000")  # a model made from model_config has nothing to extend
-    assert "Set max_position_embeddings: 3000 in model_config" in (warning := capsys.readouterr().err)
-    assert "yarn" not in warning
-
-
 def test_training_goes_on_from_the_latest_checkpoint(
     recipe: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
