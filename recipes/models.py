@@ -241,11 +241,11 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
 
 
 def untie(model: torch.nn.Module) -> None:
-    """Gives a head that is tied to the embeddings its own weights if one of them alone has an adapter, which would be
-    merged into both."""
+    """Gives a head that is tied to the embeddings its own weights if one of them has an adapter, which would be merged
+    into both."""
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
     adapted = isinstance(inputs, BaseTunerLayer), isinstance(head, BaseTunerLayer)
-    if head is None or adapted[0] == adapted[1] or head.weight is not inputs.weight:
+    if head is None or not any(adapted) or head.weight is not inputs.weight:
         return
     layer = head.get_base_layer() if adapted[1] else head
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone())

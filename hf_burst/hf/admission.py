@@ -32,7 +32,6 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache_folder import cache_folder
 from ..errors import ConfigError, UnsupportedModelError
 from ..version import __version__
 from .view import ModelView, has_language_head
@@ -311,8 +310,9 @@ def _verdict_for(found_for: str | None) -> Verdict | None:
 
 
 def _remembered(found_for: str) -> Path:
-    """Returns the file of a verdict."""
-    return cache_folder() / f"check-{found_for}.json"
+    """Returns the file of a verdict, in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`."""
+    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "hf_burst" / f"check-{found_for}.json"
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ Its backward subtracts `dlse`, the gradient of the log-sum-exp, from `rowsum(dou
 
 import os
 import stat
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,12 +18,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cache_folder import cache_folder
 from ..plan import Band
 from .base import BackwardInputs, Gradients, OutputBuffers, Outputs, Scores
 from .flash import FLASH, LENGTHS, FlashKernel, gradient_buffers, library_keywords
@@ -134,26 +135,38 @@ def _keep_compiled(package: str) -> None:
 
     It runs what lies in the folder, so only this user may write there; not all of its files say for which GPU they are.
     """
-    if _KEEPS in os.environ or find_spec(package) is None:
+    major, minor = torch.cuda.get_device_capability()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home, "hf_burst", f"flash_attn_4-sm{major}{minor}")
+    own = {_KEEPS: "1", _KEPT_IN: str(folder)}
+    given = {name: os.environ[name] for name in own if name in os.environ}  # its own, if a parent process set them
+    if given not in ({}, own) or not folder.is_absolute() or find_spec(package) is None:
         return
     import fcntl
 
-    major, minor = torch.cuda.get_device_capability()
-    folder = cache_folder() / f"flash_attn_4-{os.getuid()}-sm{major}{minor}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             return
-        with open(folder / "lock", "w") as file:  # it waits for locks, which some file systems do not have
-            fcntl.flock(file, fcntl.LOCK_SH)
+        with open(folder / "lock", "w+") as file:  # the library waits for locks, which some file systems do not have
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return
-    os.environ |= {_KEEPS: "1", _KEPT_IN: os.environ.get(_KEPT_IN, str(folder))}
-    with suppress(Exception):  # why it cannot be imported is said by `package_refusal`
-        kept: Any = import_module(f"{package}.cute.cache_utils").JITPersistentCache
-        kept._try_load_from_storage = _or_nothing(kept._try_load_from_storage)
-        kept._try_export_to_storage = _or_nothing(kept._try_export_to_storage)
+    os.environ |= own
+    try:
+        disk = import_module(f"{package}.cute.cache_utils")
+    except Exception:  # such as a full disk; anything else `package_refusal` meets again
+        for name in own:
+            del os.environ[name]
+        loaded: Any = sys.modules.get(f"{package}.cute.cache_utils")
+        if loaded is not None:
+            loaded.CUTE_DSL_CACHE_ENABLED = False
+        return
+    kept = getattr(disk, "JITPersistentCache", None)
+    for name in ("_try_load_from_storage", "_try_export_to_storage"):
+        if hasattr(kept, name):
+            setattr(kept, name, _or_nothing(getattr(kept, name)))
 
 
 def _or_nothing(on_disk: Callable[..., Any]) -> Callable[..., Any]:

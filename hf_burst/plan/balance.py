@@ -5,6 +5,7 @@ their chunks are dealt out. The coarsest cut that is even enough is taken: its k
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -20,6 +21,7 @@ _EVEN_STEPS = 0.15  # the same of the steps of a ring, one after the other
 _MOST_STEPS = 8  # ranks of a ring whose steps count: more ranks exchange heads inside of hosts, and have other steps
 _FINER = (4, 8, 16)  # chunks of a rank that are dealt out
 _SMALLEST = 512  # tokens of such a chunk: kernel calls stay large
+_SWAPS = 64  # between the ranks with the most and the least work
 _TRIED = 2**15  # numbers read to judge swaps for even steps; a swap reads the square of the ranks
 _TOKENS_OF_A_TRY = 256  # a swap is tried for so many tokens at most, so that planning is a small part of a step
 
@@ -195,14 +197,53 @@ def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[in
 
 
 def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ...]:
-    """The chunks of every part of the sequence dealt out, equally many to each rank: the largest first, to the rank
-    with the least so far."""
-    owners, size = [0] * len(work), len(work) // stretches
-    for start in range(0, len(work), size):
-        open_hands = [(0, rank, size // ranks) for rank in range(ranks)]  # a heap: the one with the least work first
-        for chunk in sorted(range(start, start + size), key=lambda chunk: -work[chunk]):
-            load, rank, left = heappop(open_hands)
+    """The chunks of every part of the sequence dealt out."""
+    size = len(work) // stretches
+    return tuple(owner for start in range(0, len(work), size) for owner in _dealt(work[start : start + size], ranks))
+
+
+def _dealt(work: Sequence[int], ranks: int) -> list[int]:
+    """Deals chunks out, equally many to each rank: the largest first, to the rank with the least so far. Then the ranks
+    with the most and the least swap chunks while that helps."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    open_hands = [(0, rank) for rank in range(ranks)]  # a heap: the one with the least work first
+    for chunk in sorted(range(len(work)), key=lambda chunk: -work[chunk]):
+        _, rank = heappop(open_hands)
+        hands[rank].append(chunk)
+        loads[rank] += work[chunk]
+        if len(hands[rank]) < len(work) // ranks:
+            heappush(open_hands, (loads[rank], rank))
+    for _ in range(_SWAPS):
+        most = loads.index(max(loads))
+        least = loads.index(min(loads))
+        swap = _best_swap([work[chunk] for chunk in hands[most]], [work[chunk] for chunk in hands[least]])
+        if swap is None:
+            break
+        give, take = swap
+        moved = work[hands[most][give]] - work[hands[least][take]]
+        hands[most][give], hands[least][take] = hands[least][take], hands[most][give]
+        loads[most] -= moved
+        loads[least] += moved
+    owners = [0] * len(work)
+    for rank, chunks in enumerate(hands):
+        for chunk in chunks:
             owners[chunk] = rank
-            if left > 1:
-                heappush(open_hands, (load + work[chunk], rank, left - 1))
-    return tuple(owners)
+    return owners
+
+
+def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | None:
+    """The chunk of the rank with more and that of the other whose swap leaves them nearest to each other; `None` if no
+    swap brings them nearer."""
+    gap = sum(more) - sum(less)
+    order = sorted(range(len(less)), key=less.__getitem__)
+    sizes = [less[index] for index in order]
+    best = None
+    rest = gap
+    for give, size in enumerate(more):
+        above = bisect_left(sizes, size - gap / 2)
+        for near in (above - 1, above):
+            if 0 <= near < len(sizes) and abs(gap - 2 * (size - sizes[near])) < rest:
+                best = (give, order[near])
+                rest = abs(gap - 2 * (size - sizes[near]))
+    return best

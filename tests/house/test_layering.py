@@ -8,19 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hf_burst"
 ORDER = [
-    *(
-        "version",
-        "errors",
-        "config",
-        "numerics",
-        "cache_folder",
-        "plan",
-        "kernels",
-        "layers",
-        "ranks",
-        "ring",
-        "attention",
-    ),
+    *("version", "errors", "config", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
     *("recurrent", "sizing", "hf", "check", "cli"),
 ]
 HF_ORDER = [

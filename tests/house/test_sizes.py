@@ -3,7 +3,7 @@
 from tests.house.sizes import PACKAGE, measure
 
 LINES = {
-    ".": 416,
+    ".": 406,
     "attention": 1_182,
     "check": 1_133,
     "cli": 1_169,
@@ -13,17 +13,17 @@ LINES = {
     "hf/models": 1_438,
     "hf/parts": 3_108,
     "hf/spread": 621,
-    "hf/trainers": 1_310,
-    "kernels": 1_748,
+    "hf/trainers": 1_311,
+    "kernels": 1_761,
     "layers": 1_707,
-    "plan": 2_159,
+    "plan": 2_200,
     "ranks": 1_374,
     "recurrent": 1_153,
     "ring": 2_053,
     "sizing": 1_475,
 }
 RECIPES = 10_261  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 131_241, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_597, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -607,26 +607,26 @@ def keeping(monkeypatch, tmp_path) -> Callable[..., list[str | None]]:
 
     def kept(package: str = "kernels_of_tests", **given: str) -> list[str | None]:
         _keep_compiled.cache_clear()
-        with mock.patch.dict(os.environ, {"HF_HOME": str(tmp_path)}):
+        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
             for name in names:
                 os.environ.pop(name, None)
             os.environ |= {names[0 if key == "enabled" else 1]: value for key, value in given.items()}
             _keep_compiled(package)
             return [os.environ.get(name) for name in names]
 
-    kept.cache = module.JITPersistentCache()
+    kept.module, kept.cache = module, module.JITPersistentCache()
     yield kept
     _keep_compiled.cache_clear()
 
 
 def test_flash_attn_4_keeps_kernels_where_nobody_else_writes(keeping, tmp_path, monkeypatch):
-    own = tmp_path / "hf_burst" / f"flash_attn_4-{os.getuid()}-sm90"
+    own = tmp_path / "hf_burst" / "flash_attn_4-sm90"
     assert keeping("no_such_package") == [None, None]
     assert keeping(enabled="0") == ["0", None]
+    assert keeping(where="/shared") == [None, "/shared"]
     assert not own.exists()
     assert keeping() == keeping() == ["1", str(own)]
     assert own.stat().st_mode & 0o777 == 0o700
-    assert keeping(where="/shared") == ["1", "/shared"]
     for mode in (0o755, 0o777):
         own.chmod(mode)
         assert keeping() == [None, None]
@@ -641,10 +641,23 @@ def test_flash_attn_4_keeps_kernels_where_nobody_else_writes(keeping, tmp_path, 
     assert keeping() == [None, None]
 
 
-def test_a_disk_that_fails_costs_flash_attn_4_a_compilation_only(keeping):
+def test_flash_attn_4_is_imported_without_a_disk_that_fails(keeping, monkeypatch):
+    """Its import makes folders, and would fail again."""
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4.import_module", mock.Mock(side_effect=OSError("no space")))
+    assert keeping() == [None, None]
+    assert keeping.module.CUTE_DSL_CACHE_ENABLED is False
+
+
+@pytest.mark.parametrize("parent", [False, True])
+def test_a_disk_that_fails_costs_flash_attn_4_a_compilation_only(keeping, parent):
+    """Also in a process that another one began."""
     with pytest.raises(RuntimeError):
         keeping.cache._try_load_from_storage("key")
-    keeping()
+    own = keeping()
+    if parent:
+        keeping.module.JITPersistentCache = type("Cache", (Disk,), {})
+        keeping.cache = keeping.module.JITPersistentCache()
+        assert keeping(enabled=own[0], where=own[1]) == own
     assert keeping.cache._try_load_from_storage("key") is False
     assert not keeping.cache._try_export_to_storage("key", "kernel")
 

@@ -3,6 +3,7 @@
 import math
 import random
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -116,14 +117,23 @@ def test_chunks_are_no_finer_than_balance_needs():
     assert imbalance((mask,), owners) <= 0.02 < imbalance((mask,), ZIGZAG)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
-def test_dealing_is_as_even_as_a_cut_has_to_be(ranks):
-    """Finer cuts reach it, without chunks that change hands."""
-    for seed in range(8):
-        masks = (Mask(16384 * ranks, documents=log_uniform(16384 * ranks, seed)),)
-        owners = assign(masks, ranks)
-        assert {owners.count(rank) for rank in range(ranks)} == {len(owners) // ranks}
-        assert imbalance(masks, owners) <= 0.02, seed
+def test_what_dealing_alone_leaves_uneven_is_swapped():
+    def loads(work, ranks, swaps):
+        with mock.patch.object(balance, "_SWAPS", swaps):
+            owners = balance._dealt(work, ranks)
+        assert {owners.count(rank) for rank in range(ranks)} == {len(work) // ranks}
+        return [sum(each for each, owner in zip(work, owners, strict=True) if owner == rank) for rank in range(ranks)]
+
+    assert sorted(loads([2, 8, 5, 1, 1, 3], 2, 0)) == [9, 11]
+    assert loads([2, 8, 5, 1, 1, 3], 2, 64) == [10, 10]
+    better = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        work = [int(draw.expovariate(0.001)) for _ in range(16)]
+        before, after = max(loads(work, 4, 0)), max(loads(work, 4, 64))
+        assert after <= before, seed
+        better += after < before
+    assert better > 15
 
 
 def test_the_finest_cut_is_taken_where_it_takes_that():
@@ -131,7 +141,7 @@ def test_the_finest_cut_is_taken_where_it_takes_that():
     mask = Mask(65536, documents=(0, 8192, *range(8192 + 64, 65537, 64)))
     owners = assign((mask,), 4)
     assert len(owners) == 64
-    assert imbalance((mask,), owners) < imbalance((mask,), balance._dealt_out(balance._work((mask,), (), 32), 4, 1))
+    assert imbalance((mask,), owners) < imbalance((mask,), balance._dealt(balance._work((mask,), (), 32), 4))
 
 
 def test_the_padded_length_is_that_of_all_packings():

@@ -732,8 +732,8 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
             torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("adapted", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_one_of_two_tied_layers_is_merged_into_that_one(tmp_path: Path, adapted: str) -> None:
+@pytest.mark.parametrize("adapted", ["embed_tokens", "lm_head", "embed_tokens lm_head"])
+def test_an_adapter_of_tied_layers_is_merged_into_its_own(tmp_path: Path, adapted: str) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -743,7 +743,7 @@ def test_an_adapter_of_one_of_two_tied_layers_is_merged_into_that_one(tmp_path: 
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     models.byte_tokenizer().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    trained = get_peft_model(base, LoraConfig(target_modules=[adapted], init_lora_weights=False)).eval()
+    trained = get_peft_model(base, LoraConfig(target_modules=adapted.split(), init_lora_weights=False)).eval()
     trained.save_pretrained(tmp_path / "adapter")
     models.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.arange(3, 40)[None]

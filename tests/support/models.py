@@ -213,7 +213,9 @@ def hosts_of(ranks: int | None) -> Iterator[None]:
 
     def per_host_of(resources: GroupResources, device: torch.device) -> int:
         known = found(resources, device)
-        return known if ranks is None else min(ranks, resources.group.size)
+        size = resources.group.size
+        assert ranks is None or size % min(ranks, size) == 0
+        return known if ranks is None else min(ranks, size)
 
     with mock.patch.object(GroupResources, "ranks_per_host", per_host_of):
         yield

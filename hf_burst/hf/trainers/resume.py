@@ -199,9 +199,10 @@ class BurstResume(TrainerCallback, ExportableState):
                 "its data and learning rates would be others",
                 "Set per_device_train_batch_size x groups x gradient_accumulation_steps to the same product",
             )
-        if now["rows"] is None:
-            _warn("%s on streamed data, which is not compared.", said)
-        if None in (before.get("rows"), now["rows"]) or before["rows"] == now["rows"]:
+        rows = before.get("rows", now["rows"]), now["rows"]
+        if None in rows:
+            _warn("%s; streamed data are not compared.", said)
+        if None in rows or rows[0] == rows[1]:
             return
         said += f" on other data: {before['rows']}, and now {now['rows']}. As many are skipped as were trained on."
         if not self.other_data:

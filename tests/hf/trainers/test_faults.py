@@ -403,15 +403,17 @@ def test_other_training_data_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_streamed_data_are_said_not_to_be_compared(caplog: pytest.LogCaptureFixture) -> None:
-    resume = hf_burst.BurstResume()
-    for rows, words in (
-        (None, ["The checkpoint was trained on streamed data, which is not compared."]),
-        ("9 rows", []),
-    ):
+    resume, before = hf_burst.BurstResume(), {"sequences": 4}
+    warned = "The checkpoint of step 2 was trained; streamed data are not compared."
+    for then, now in ((None, None), ("9 rows", None), (None, "9 rows")):
         caplog.clear()
-        resume.began = {"sequences": 4, "rows": rows}
-        resume._compare("The checkpoint was trained", resume.began)
-        assert caplog.messages == words
+        resume.began = {"sequences": 4, "rows": now}
+        resume._compare("The checkpoint of step 2 was trained", before | {"rows": then})
+        assert caplog.messages == [warned]
+    caplog.clear()
+    resume._compare("The checkpoint of step 2 was trained", before)  # by an older release
+    resume._compare("The checkpoint of step 2 was trained", resume.began)
+    assert not caplog.messages
 
 
 def test_rows_of_tables_are_compared(tmp_path: Path) -> None:
