@@ -15,7 +15,6 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_burst
 from hf_burst.hf.models.support import base_model
@@ -75,7 +74,6 @@ def load(arguments: argparse.Namespace) -> Any:
     kernel = attention_of(arguments.engine)
     if arguments.model not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation=kernel)
-    unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
     model: Any = make_model(arguments, arguments.length, torch.device("cpu")).to(dtype)
     model.set_attn_implementation(kernel)
     return model

@@ -3,11 +3,13 @@
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --out outputs/fits.json
     accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
         recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --out outputs/fits.json
+    accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --fsdp_offload_params true \\
+        --num_processes 2 recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --gpu-memory 23.5
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --steps 0  # only the promise, for this GPU
 
-Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs. A result has for every step
-the peaks of torch's allocator, and of all that is taken of the GPU, as a thread sees it that asks the driver every 20
-milliseconds: what kernels take while they are tuned is in it. Each run adds a row to the file `--out`.
+Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs, which knows no DeepSpeed. A
+result has for every step the peaks of torch's allocator, and of all that is taken of the GPU, as a thread sees it that
+asks the driver every 20 milliseconds: what kernels take while they are tuned is in it. Each run adds a row to `--out`.
 """
 
 import argparse
@@ -29,6 +31,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -118,6 +121,7 @@ def config_of(arguments: argparse.Namespace, length: int = 4096) -> Any:
 def make_model(arguments: argparse.Namespace, length: int, device: torch.device) -> PreTrainedModel:
     """A model whose weights repeat some random numbers: made on the CPU in seconds, as if they were loaded. Weights
     that learn are in fp32, as accelerate's mixed precision wants them, frozen ones in bf16, or in 4 bits."""
+    unset_hf_deepspeed_config()  # by which the model would be made in shards, with weights that nothing fills
     config = config_of(arguments, length)
     dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
     with no_init_weights():
@@ -159,6 +163,7 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()
     given: dict[str, Any] = {"weights": weights, "lora": lora, "expandable_segments": expandable}
+    given["offloaded_weights"] = parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
     given["quantized_experts"] = weights == "4bit" and model.fused > 0
     training = Training(1, gpus, gpus, **given)
     most = arguments.length or longest(model, training, capacity)
@@ -270,6 +275,7 @@ def main() -> None:
     args = training_arguments(arguments, gpus)  # joins the processes
     ranks, row = begin(arguments, "model", "layers", "weights", "targets", "document", device=args.device.type)
     row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
+    row["offloaded_weights"] = promise.training.offloaded_weights
     row["promised"] = described(promise)
     ranks.say(json.dumps(row["promised"]))
     if arguments.steps:

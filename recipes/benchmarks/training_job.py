@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {**shapes.SHAPES["llama-3-8b"], **rope(5e5)},
     "llama-1b": {**shapes.SHAPES["llama-3.2-1b"], **rope(5e5)},
     "qwen3-8b": {**shapes.SHAPES["qwen3-8b"], **rope(1e6)},
+    "qwen3-14b": {**shapes.SHAPES["qwen3-14b"], **rope(1e6)},
     "gemma-4-12b": {**shapes.SHAPES["gemma-4-12b"], "model_type": "gemma4_text"},  # the type that Liger knows
     "qwen3.5-hybrid": {**HYBRID, "num_hidden_layers": 32, **rope(1e7, 0.25)},
     "tiny-hybrid": {
