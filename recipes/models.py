@@ -182,8 +182,6 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         model.requires_grad_(False)
         for part in filter(None, (model.get_decoder(), model.get_output_embeddings())):
             part.requires_grad_(True)
-    here = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = here & set(model._no_split_modules or ())  # FSDP2 looks for each of them
     return hf_burst.patch_model(model, burst.config)
 
 

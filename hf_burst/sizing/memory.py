@@ -98,8 +98,7 @@ def estimate_memory(model: ModelSize, training: Training, capacity: Capacity) ->
 def _beside_tensors(moment: MemoryEstimate, model: ModelSize, training: Training) -> MemoryEstimate:
     """Adds what tensors do not take. While weights are loaded no gradients leave gaps, and no kernel is tuned."""
     trains = moment.moment != LOADING
-    learning = trains and not training.offloaded_weights
-    gradients = learning * training.trained(model) * training.number / training.shards
+    gradients = trains * training.trained(model) * training.number / training.shards
     outside = outside_of_torch(training.gpus) + (TUNING if trains and model.recurrent else 0.0)
     return replace(moment, gaps=gaps_of(moment.tensors - moment.held, training, gradients), outside=outside)
 

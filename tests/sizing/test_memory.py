@@ -151,6 +151,8 @@ def test_what_is_taken_beside_tensors() -> None:
     shard = 4 * LLAMA.weights / 2
     assert memory.gaps == pytest.approx(0.16 * (memory.tensors - memory.held) + 0.35 * shard)
     assert memory.total == memory.tensors + memory.exchange + memory.gaps + memory.outside
+    offloaded = estimate_memory(LLAMA, replace(training, offloaded_weights=True), H200)
+    assert offloaded.gaps == pytest.approx(0.16 * offloaded.tensors + 0.35 * shard)
     assert estimate_memory(LLAMA, replace(training, expandable_segments=True), H200).gaps < 0.8 * memory.gaps
     assert memory.outside == 2.25 * 2**30
     hybrid = model_size(Qwen3_5ForCausalLM, shape_named("qwen3.6-27b"), "qwen3.6-27b")

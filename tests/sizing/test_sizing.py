@@ -70,15 +70,16 @@ def steps() -> list[predictions.Step]:
 
 def test_all_measured_steps_are_predicted(steps: list[predictions.Step]) -> None:
     """Seconds within 15 %, memory of torch's allocator within 6 %. Further off, as `sizing.md` says: Gemma 3 (six norms
-    a layer) and hybrids on H100s; Gemma 4 and experts by a sixth."""
-    known = {"gemma-3": 0.25, "gemma-4": 0.17, "qwen3.5": 0.25, "30b-a3b": 0.17, "gpt-oss": 0.17}
+    a layer), Gemma 4 31B, and hybrids on H100s; Gemma 4 12B and experts by a sixth; memory if weights are offloaded."""
+    known = {"gemma-3": 0.25, "gemma-4-31b": 0.27, "gemma-4": 0.17, "qwen3.5": 0.25, "30b-a3b": 0.17, "gpt-oss": 0.17}
     assert len(steps) >= 60
     beginnings = ("texts that begin alike", "whole texts, adapters")  # many of a single step, the first one
     for step in steps:
         worst = next((error for part, error in known.items() if part in (step.file + step.model)), 0.15)
-        assert step.by_peft or abs(step.time_error) < worst, step
-        assert abs(step.memory_error) < (0.07 if step.kind in beginnings else 0.06), step
-    known_kinds = [step for step in steps if not step.by_peft and step.kind not in beginnings]
+        assert not step.timed or abs(step.time_error) < worst, step
+        bound = 0.1 if "on the host" in step.model else 0.07 if step.kind in beginnings else 0.06
+        assert abs(step.memory_error) < bound, step
+    known_kinds = [step for step in steps if step.timed and step.kind not in beginnings]
     errors = [abs(step.time_error) for step in known_kinds]
     assert len(errors) >= 30
     assert statistics.median(errors) < 0.05

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hf_burst.hf.models.layer_sizes import FUSED_NORM
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan.memory_levels import SETTINGS
 from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
-from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.memory import LOADING, MemoryEstimate, memory_of_step
 from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
@@ -63,7 +64,7 @@ class Step:
     predicted_seconds: float
     gib: float
     predicted_gib: float
-    by_peft: bool = False  # whether peft computed adapters, in passes and products that are spared since
+    timed: bool = True  # whether seconds compare: no passes of peft that are spared since, nor copies of all weights
 
     @property
     def time_error(self) -> float:
@@ -167,13 +168,19 @@ def _predicted(result: dict[str, Any], training: Training, layers: int | None, f
     capacity = capacity_of(sheet) if sheet else Capacity(0, on_gpu=False)
     if sheet and "ffpa" in result.get("kernel", ""):
         capacity, sheet = replace(capacity, ffpa=True), sheet._replace(widest="ffpa")
-    memory = estimate_memory(model, training, capacity)
+    memory = fullest(model, training, capacity)
     allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
         "seconds": estimate_seconds(model, training, sheet).total if sheet else None,
         "peak_memory_gib": allocated / GIB,
         "host_memory_gib": memory.host / GIB,
     }
+
+
+def fullest(model: ModelSize, training: Training, capacity: Capacity) -> MemoryEstimate:
+    """The moment of a step when its tensors take the most. What is read before a step is not measured."""
+    moments = memory_of_step(model, training, capacity)
+    return max((each for each in moments if each.moment != LOADING), key=attrgetter("tensors"))
 
 
 def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first: bool) -> Step:
@@ -203,7 +210,7 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
         predicted_seconds=predicted["seconds"],
         gib=row["peak_memory_gib"],
         predicted_gib=predicted["peak_memory_gib"],
-        by_peft=result["lora"] and result.get("adapters") != "hf_burst",
+        timed=not result["lora"] or result.get("adapters") == "hf_burst",
     )
 
 
@@ -249,7 +256,8 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
     changes = {"num_hidden_layers": row["layers"]} if row["layers"] else {}
     name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
-    name += ", QLoRA" if row["weights"] == "qlora" else ""
+    name += {"all": "", "lora": ", LoRA", "qlora": ", QLoRA"}[row["weights"]]
+    name += ", weights on the host" if row.get("offloaded_weights") else ""
     sheet = data_sheet(row["hardware"]["device"])
     assert sheet is not None, "no result is of another GPU"
     config = AutoConfig.for_model(**{**SHAPES[row["model"]], **changes})
@@ -259,8 +267,12 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
         **settings,
         **WEIGHTS[row["weights"]],
         "quantized_experts": row["weights"] == "qlora" and model.fused > 0,
+        "offloaded_weights": row.get("offloaded_weights", False),
     }
     training = Training(length, ranks, ranks, documents, **settings)
+    capacity = capacity_of(sheet)
+    if "ffpa-attn" in row["versions"]:
+        capacity, sheet = replace(capacity, ffpa=True), sheet._replace(widest="ffpa")
     return Step(
         file=file,
         kind=f"{'adapters' if training.lora else 'all weights'}, Trainer",
@@ -272,7 +284,8 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
         waited=0.0,
         predicted_seconds=estimate_seconds(model, training, sheet).total,
         gib=gib,
-        predicted_gib=estimate_memory(model, training, capacity_of(sheet)).tensors / GIB,
+        predicted_gib=fullest(model, training, capacity).tensors / GIB,
+        timed=not training.offloaded_weights,
     )
 
 
@@ -282,7 +295,7 @@ def table(steps: list[Step]) -> str:
     lines.append("|---|---|---:|---|---:|---:|---:|---:|")
     for step in steps:
         error = f"{step.time_error:+.0%}" if step.time_error else "within"
-        predicted = "" if step.by_peft else f"{step.predicted_seconds:.2f} ({error})"
+        predicted = f"{step.predicted_seconds:.2f} ({error})" if step.timed else ""
         longest = f" to {step.seconds + step.waited:.2f}" if step.waited else ""
         cells = [step.model, step.device, f"{step.length:,}", step.kept, f"{step.seconds:.2f}{longest}", predicted]
         cells += [f"{step.gib:.1f}", f"{step.predicted_gib:.1f} ({step.memory_error:+.0%})"]
@@ -296,7 +309,7 @@ def summary(steps: list[Step]) -> str:
     lines.append("|---|---:|---:|---:|---:|---:|")
     for kind in dict.fromkeys(step.kind for step in steps):
         own = [step for step in steps if step.kind == kind]
-        times = [step.time_error for step in own if not step.by_peft]
+        times = [step.time_error for step in own if step.timed]
         memory = [step.memory_error for step in own]
         cells = [
             f"{statistics.median(map(abs, errors)):.0%} | {max(errors, key=abs):+.0%}" for errors in (times, memory)

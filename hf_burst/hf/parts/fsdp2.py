@@ -1,4 +1,4 @@
-"""What FSDP2 does around a pass: outputs keep their dtype, and a backward pass ends behind all that was gathered."""
+"""What FSDP2 needs: names of layers, outputs in their own dtype, and backward passes that end behind its gathers."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -29,10 +29,18 @@ class Fsdp2(Part):
     first adapter. Before torch 2.15 it gave the memory of such a gather back while it could still be under way:
     `finalize_backward` has a `torch.Stream` wait for an event of CUDA, which does nothing. A gather that waited for a
     late rank then wrote over the weights that were gathered there next.
+
+    accelerate wraps the layers that Transformers names, and fails if the model lacks one of them, such as Gemma 3 parts
+    of SigLIP's text tower, or a text-only Qwen3.5 the layers of its tower. It gets the names of those that are there.
     """
 
     def __init__(self) -> None:
         self.policies = dict[Any, Any]()  # of the states of units whose outputs are not cast
+        self.named: Any = None  # by Transformers
+
+    def install(self, view: ModelView) -> None:
+        self.named = view.root._no_split_modules
+        view.root._no_split_modules = {kind.__name__ for kind in view.classes} & set(self.named)
 
     def begin(self, run: ForwardPass) -> None:
         for state in states_of(run.call.view)[:1]:
@@ -52,6 +60,8 @@ class Fsdp2(Part):
                 value.register_hook(partial(_wait_at_the_end, streams, run.device))
 
     def remove(self, view: ModelView) -> None:
+        if self.named is not None:
+            view.root._no_split_modules = self.named
         for state, policy in self.policies.items():
             state._mp_policy = policy
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from hf_burst.hf.parts import fsdp2
 from tests.hf.test_wrappers import make_trainee
 from tests.support import models
 from tests.support.ranks import RankPool
+from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
 
@@ -71,6 +73,22 @@ def test_a_backward_pass_waits_for_all_gathers_at_its_end(
         assert seen.count("gather") >= 3
         assert ("wait" in seen) == early
         assert "gather" not in seen[seen.index("wait") :] if early else True
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+def test_accelerate_finds_the_layers_that_are_there(name: str) -> None:
+    """Transformers names layers of towers that these models lack, and accelerate fails at the first of them."""
+    model = tiny_model(name)
+    names = set(model._no_split_modules)
+    options = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+    with pytest.raises(ValueError, match="Could not find the transformer layer class"):
+        FullyShardedDataParallelPlugin(**options).set_auto_wrap_policy(model)
+    hf_burst.patch_model(model)
+    plugin = FullyShardedDataParallelPlugin(**options)
+    plugin.set_auto_wrap_policy(model)
+    assert type(model.get_decoder().layers[0]) in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
+    hf_burst.unpatch_model(model)
+    assert model._no_split_modules == names
 
 
 def test_torch_waits_itself_from_2_15_on() -> None:
