@@ -784,10 +784,17 @@ def test_every_step_of_the_texts_was_measured() -> None:
 @pytest.mark.slow
 def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
     out, common = tmp_path / "deep" / "fits.json", ["--model", "tiny", "--length", "250", "--document", "100"]
-    for more in (["--steps", "0"], ["--steps", "2", "--folder", str(tmp_path / "trainer")]):
+    runs = (
+        (["--steps", "0"], "false"),
+        (["--steps", "2", "--folder", str(tmp_path / "trainer")], "false"),
+        (["--steps", "0"], "true"),
+    )
+    for more, offloads in runs:
         words = [*common, *more, "--out", str(out), "--commit", "abc"]
-        scripts.run_alone("recipes/benchmarks/fits.py", words, ACCELERATE_USE_CPU="1")
-    promise, row = json.loads(out.read_text())
+        scripts.run_alone("recipes/benchmarks/fits.py", words, ACCELERATE_USE_CPU="1", FSDP_OFFLOAD_PARAMS=offloads)
+    promise, row, offloaded = json.loads(out.read_text())
+    assert (row["offloaded_weights"], offloaded["offloaded_weights"]) == (False, True)
+    assert offloaded["promised"]["tensors_gib"] < row["promised"]["tensors_gib"]
     assert promise["promised"] == row["promised"]
     assert promise["promised"]["taken_gib"] > promise["promised"]["tensors_gib"] > 0
     assert (row["status"], row["reason"], len(row["steps"])) == ("ok", None, 2)
