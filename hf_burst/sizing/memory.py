@@ -105,7 +105,8 @@ def _beside_tensors(moment: MemoryEstimate, model: ModelSize, training: Training
 
 def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:
     """Bytes that torch's allocator holds beyond tensors of so many bytes that come and go, and so many of gradients."""
-    share, of_gradients = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+    expandable = training.expandable_segments and not training.offloaded_weights  # whose gaps were as large with them
+    share, of_gradients = _GAPS_EXPANDABLE if expandable else _GAPS
     return share * passing + of_gradients * gradients
 
 

@@ -3,13 +3,12 @@
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --out outputs/fits.json
     accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
         recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --out outputs/fits.json
-    accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --fsdp_offload_params true \\
-        --num_processes 2 recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --gpu-memory 23.5
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --steps 0  # only the promise, for this GPU
 
-Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs, which knows no DeepSpeed. A
-result has for every step the peaks of torch's allocator, and of all that is taken of the GPU, as a thread sees it that
-asks the driver every 20 milliseconds: what kernels take while they are tuned is in it. Each run adds a row to `--out`.
+Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs. It knows no DeepSpeed, and
+weights on the host if accelerate was given `--fsdp_offload_params true`. A result has for every step the peaks of
+torch's allocator, and of all that is taken of the GPU, as a thread sees it that asks the driver every 20 milliseconds:
+what kernels take while they are tuned is in it. Each run adds a row to the file `--out`.
 """
 
 import argparse
@@ -161,9 +160,8 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
         capacity = replace(capacity_here(gpus), gpu_memory=int(free * GIB), host_memory=share_of_host(device))
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
-    expandable = expandable_segments()
-    given: dict[str, Any] = {"weights": weights, "lora": lora, "expandable_segments": expandable}
-    given["offloaded_weights"] = parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
+    given: dict[str, Any] = {"weights": weights, "lora": lora, "expandable_segments": expandable_segments()}
+    given["offloaded_weights"] = all(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS")))
     given["quantized_experts"] = weights == "4bit" and model.fused > 0
     training = Training(1, gpus, gpus, **given)
     most = arguments.length or longest(model, training, capacity)
@@ -275,8 +273,7 @@ def main() -> None:
     args = training_arguments(arguments, gpus)  # joins the processes
     ranks, row = begin(arguments, "model", "layers", "weights", "targets", "document", device=args.device.type)
     row |= {"length": length, "expandable_segments": expandable_segments(), "gpu_memory_gib": arguments.gpu_memory}
-    row["offloaded_weights"] = promise.training.offloaded_weights
-    row["promised"] = described(promise)
+    row |= {"offloaded_weights": promise.training.offloaded_weights, "promised": described(promise)}
     ranks.say(json.dumps(row["promised"]))
     if arguments.steps:
         row |= run(partial(make_trainer, arguments, length, args), tell, ranks)

@@ -791,7 +791,13 @@ def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
     )
     for more, offloads in runs:
         words = [*common, *more, "--out", str(out), "--commit", "abc"]
-        scripts.run_alone("recipes/benchmarks/fits.py", words, ACCELERATE_USE_CPU="1", FSDP_OFFLOAD_PARAMS=offloads)
+        scripts.run_alone(
+            "recipes/benchmarks/fits.py",
+            words,
+            ACCELERATE_USE_CPU="1",
+            ACCELERATE_USE_FSDP=offloads,
+            FSDP_OFFLOAD_PARAMS="true",
+        )
     promise, row, offloaded = json.loads(out.read_text())
     assert (row["offloaded_weights"], offloaded["offloaded_weights"]) == (False, True)
     assert offloaded["promised"]["tensors_gib"] < row["promised"]["tensors_gib"]

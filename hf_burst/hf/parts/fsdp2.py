@@ -30,8 +30,8 @@ class Fsdp2(Part):
     `finalize_backward` has a `torch.Stream` wait for an event of CUDA, which does nothing. A gather that waited for a
     late rank then wrote over the weights that were gathered there next.
 
-    accelerate wraps the layers that Transformers names, and fails if the model lacks one of them, such as Gemma 3 parts
-    of SigLIP's text tower, or a text-only Qwen3.5 the layers of its tower. It gets the names of those that are there.
+    accelerate wraps the classes that Transformers names, and fails if a model lacks one: Gemma 3 has no text tower of
+    SigLIP, a text-only Qwen3.5 no tower at all. It gets the names of those that are there.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,9 @@ class Fsdp2(Part):
         self.named: Any = None  # by Transformers
 
     def install(self, view: ModelView) -> None:
-        self.named = view.root._no_split_modules
-        view.root._no_split_modules = {kind.__name__ for kind in view.classes} & set(self.named)
+        names = {kind.__name__ for kind in view.classes} & set(view.root._no_split_modules or ())
+        if names:
+            self.named, view.root._no_split_modules = view.root._no_split_modules, names
 
     def begin(self, run: ForwardPass) -> None:
         for state in states_of(run.call.view)[:1]:
@@ -60,7 +61,7 @@ class Fsdp2(Part):
                 value.register_hook(partial(_wait_at_the_end, streams, run.device))
 
     def remove(self, view: ModelView) -> None:
-        if self.named is not None:
+        if self.named:
             view.root._no_split_modules = self.named
         for state, policy in self.policies.items():
             state._mp_policy = policy
