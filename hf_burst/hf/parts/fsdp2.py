@@ -9,10 +9,11 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ..forward_pass import ForwardPass
-from ..view import ModelView
+from ..view import ModelView, is_sharded_head
 from .base import Outputs, Part
 
 
@@ -32,11 +33,15 @@ class Fsdp2(Part):
 
     accelerate wraps the classes that Transformers names, and fails if a model lacks one: Gemma 3 has no text tower of
     SigLIP, a text-only Qwen3.5 no tower at all. It gets the names of those that are there.
+
+    TRL reads the weight of a head, which FSDP2 gathers only for a call. If it is a unit of its own, as beside towers or
+    in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So it is gathered here.
     """
 
     def __init__(self) -> None:
         self.policies = dict[Any, Any]()  # of the states of units whose outputs are not cast
         self.named: Any = None  # by Transformers
+        self.read: list[FSDPModule] = []  # units of a head that this pass does not call
 
     def install(self, view: ModelView) -> None:
         names = {kind.__name__ for kind in view.classes} & set(view.root._no_split_modules or ())
@@ -46,12 +51,18 @@ class Fsdp2(Part):
     def begin(self, run: ForwardPass) -> None:
         for state in states_of(run.call.view)[:1]:
             self._leave_dtype(state._state_ctx.iter_forward_root)  # none if units are called one by one
+        head = run.model.get_output_embeddings() if run.batch.inputs.get("fused_lm_head") else None
+        self.read = _units_within(run.call.view, head) if is_sharded_head(head) else []
+        for unit in self.read:
+            unit.unshard()
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
         states = states_of(run.call.view)
         for state in states:
             if state._modules_to_run_forward:
                 self._leave_dtype(state)
+        for unit in () if torch.is_grad_enabled() else self.read:  # no backward pass shards them again
+            unit.reshard()
         if not frees_early(run.device):
             return
         contexts = [state._comm_ctx for state in states]  # a unit that never ran has no streams yet
@@ -87,6 +98,12 @@ def _wait_at_the_end(streams: Collection[Any], device: torch.device, gradient: T
 def frees_early(device: torch.device) -> bool:
     """Returns whether FSDP2 frees what it gathers without waiting for it."""
     return device.type == "cuda" and Version(torch.__version__) < Version("2.15")
+
+
+def _units_within(view: ModelView, head: Any) -> list[FSDPModule]:
+    """Returns the units of a head alone. Others, such as one with the last norm, are gathered for what is called."""
+    units, inside = list[Any](view.units_of_fsdp2), set(view.inside(head))
+    return [unit for unit in units if inside.issuperset(unit._get_fsdp_state()._modules)]
 
 
 def states_of(view: ModelView) -> list[Any]:

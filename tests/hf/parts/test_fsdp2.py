@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
 from hf_burst.hf.parts import fsdp2
-from tests.hf.test_wrappers import make_trainee
+from hf_burst.hf.view import is_sharded_head
+from tests.hf.test_wrappers import make_trainee, whole
 from tests.support import models
 from tests.support.ranks import RankPool
 from tests.support.tiny_models import tiny_model
@@ -149,6 +150,45 @@ def fused(rank: int, size: int) -> dict[str, torch.dtype]:
 def test_what_a_head_returns_that_is_only_read_is_not_rounded(ranks: Ranks) -> None:
     for dtypes in ranks(2).run(fused):
         assert dtypes == {"loss": torch.float32, "log_probs": torch.float32}
+
+
+def read_head(rank: int, size: int, joined: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Gradients by a head that is read and not called, as a unit of its own or `joined` with the last norm; a reference
+    is asked before the backward pass. Also whether the head is sharded after each of these three, and after another
+    evaluation."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = make_trainee(False)
+    add_fused_lm_head(model)
+    models.patch(model, group=dist.group.WORLD)
+    mesh, batch = init_device_mesh("cpu", (size,)), models.make_batch("packed")
+    for unit in (*model.model.layers, [model.model.norm, model.lm_head] if joined else model.lm_head, model):
+        fully_shard(unit, mesh=mesh)
+    sharded = list[bool]()
+
+    def run(learns: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(learns):
+            loss: torch.Tensor = model(**batch, fused_lm_head=True).loss
+        sharded.append(is_sharded_head(model.lm_head))
+        return loss
+
+    loss = run(True)
+    run(False)
+    loss.backward()
+    sharded.append(is_sharded_head(model.lm_head))
+    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
+    run(False)
+    return gradients, sharded
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_gradients_of_a_head_that_is_only_read(ranks: Ranks, joined: bool) -> None:
+    model = make_trainee(False)
+    models.plain_loss(model, models.make_batch("packed")).backward()
+    for gradients, sharded in ranks(2).run(read_head, joined):
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-5, atol=1e-6)
+        assert joined or sharded == [False, False, True, True]
 
 
 def one_by_one(rank: int, size: int) -> float:
