@@ -10,10 +10,11 @@ from packaging.version import Version
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..forward_pass import ForwardPass
-from ..view import ModelView, is_sharded_head
+from ..view import ModelView
 from .base import Outputs, Part
 
 
@@ -35,13 +36,12 @@ class Fsdp2(Part):
     SigLIP, a text-only Qwen3.5 no tower at all. It gets the names of those that are there.
 
     TRL reads the weight of a head, which FSDP2 gathers only for a call. If it is a unit of its own, as beside towers or
-    in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So it is gathered here.
+    in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So a head that learns is gathered here.
     """
 
     def __init__(self) -> None:
         self.policies = dict[Any, Any]()  # of the states of units whose outputs are not cast
         self.named: Any = None  # by Transformers
-        self.read: list[FSDPModule] = []  # units of a head that this pass does not call
 
     def install(self, view: ModelView) -> None:
         names = {kind.__name__ for kind in view.classes} & set(view.root._no_split_modules or ())
@@ -51,18 +51,17 @@ class Fsdp2(Part):
     def begin(self, run: ForwardPass) -> None:
         for state in states_of(run.call.view)[:1]:
             self._leave_dtype(state._state_ctx.iter_forward_root)  # none if units are called one by one
-        head = run.model.get_output_embeddings() if run.batch.inputs.get("fused_lm_head") else None
-        self.read = _units_within(run.call.view, head) if is_sharded_head(head) else []
-        for unit in self.read:
-            unit.unshard()
+        if run.batch.inputs.get("fused_lm_head") and torch.is_grad_enabled():
+            head = run.model.get_output_embeddings()
+            if any(isinstance(weight, DTensor) and weight.requires_grad for weight in head.parameters()):
+                for unit in _units_within(run.call.view, head):
+                    unit.unshard()  # until the backward pass ends
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
         states = states_of(run.call.view)
         for state in states:
             if state._modules_to_run_forward:
                 self._leave_dtype(state)
-        for unit in () if torch.is_grad_enabled() else self.read:  # no backward pass shards them again
-            unit.reshard()
         if not frees_early(run.device):
             return
         contexts = [state._comm_ctx for state in states]  # a unit that never ran has no streams yet
