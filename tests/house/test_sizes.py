@@ -11,7 +11,7 @@ LINES = {
     "hf/batches": 1_088,
     "hf/generation": 1_473,
     "hf/models": 1_438,
-    "hf/parts": 3_135,
+    "hf/parts": 3_144,
     "hf/spread": 621,
     "hf/trainers": 1_311,
     "kernels": 1_761,
@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_475,
 }
 RECIPES = 10_261  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 131_736, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_771, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

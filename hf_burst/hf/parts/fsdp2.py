@@ -10,7 +10,6 @@ from packaging.version import Version
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..forward_pass import ForwardPass
@@ -32,16 +31,18 @@ class Fsdp2(Part):
     `finalize_backward` has a `torch.Stream` wait for an event of CUDA, which does nothing. A gather that waited for a
     late rank then wrote over the weights that were gathered there next.
 
-    accelerate wraps the classes that Transformers names, and fails if a model lacks one: Gemma 3 has no text tower of
-    SigLIP, a text-only Qwen3.5 no tower at all. It gets the names of those that are there.
+    accelerate wraps the classes that Transformers names, and fails if the model lacks one of them, as Gemma 3 lacks
+    SigLIP's text tower. It gets the names of those that are there.
 
     TRL reads the weight of a head, which FSDP2 gathers only for a call. If it is a unit of its own, as beside towers or
-    in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So a head that learns is gathered here.
+    in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So a head that learns is gathered here,
+    for the pass, and again for the backward pass.
     """
 
     def __init__(self) -> None:
         self.policies = dict[Any, Any]()  # of the states of units whose outputs are not cast
         self.named: Any = None  # by Transformers
+        self.read: list[FSDPModule] = []  # units of a head that this pass does not call
 
     def install(self, view: ModelView) -> None:
         names = {kind.__name__ for kind in view.classes} & set(view.root._no_split_modules or ())
@@ -51,17 +52,20 @@ class Fsdp2(Part):
     def begin(self, run: ForwardPass) -> None:
         for state in states_of(run.call.view)[:1]:
             self._leave_dtype(state._state_ctx.iter_forward_root)  # none if units are called one by one
-        if run.batch.inputs.get("fused_lm_head") and torch.is_grad_enabled():
-            head = run.model.get_output_embeddings()
-            if any(isinstance(weight, DTensor) and weight.requires_grad for weight in head.parameters()):
-                for unit in _units_within(run.call.view, head):
-                    unit.unshard()  # until the backward pass ends
+        if run.batch.inputs.get("fused_lm_head"):
+            self.read = _learning_units(run.call.view, run.model.get_output_embeddings())
+        for unit in self.read:
+            unit._get_fsdp_state()._lazy_init()  # for one without an outermost unit
+            unit.unshard()
 
     def after(self, run: ForwardPass, outputs: Outputs) -> None:
         states = states_of(run.call.view)
         for state in states:
             if state._modules_to_run_forward:
                 self._leave_dtype(state)
+        for unit in self.read:
+            unit._get_fsdp_state()._register_pre_backward_hook(outputs)
+            unit.reshard()
         if not frees_early(run.device):
             return
         contexts = [state._comm_ctx for state in states]  # a unit that never ran has no streams yet
@@ -69,6 +73,9 @@ class Fsdp2(Part):
         for value in tree_leaves(outputs) if streams else ():
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(_wait_at_the_end, streams, run.device))
+
+    def end(self) -> None:
+        self.read = []
 
     def remove(self, view: ModelView) -> None:
         if self.named:
@@ -99,10 +106,11 @@ def frees_early(device: torch.device) -> bool:
     return device.type == "cuda" and Version(torch.__version__) < Version("2.15")
 
 
-def _units_within(view: ModelView, head: Any) -> list[FSDPModule]:
-    """Returns the units of a head alone. Others, such as one with the last norm, are gathered for what is called."""
+def _learning_units(view: ModelView, head: Any) -> list[FSDPModule]:
+    """Returns the units that learn and have nothing but a head; others are gathered by what is called."""
     units, inside = list[Any](view.units_of_fsdp2), set(view.inside(head))
-    return [unit for unit in units if inside.issuperset(unit._get_fsdp_state()._modules)]
+    learning = [unit for unit in units if any(weight.requires_grad for weight in unit.parameters())]
+    return [unit for unit in learning if inside.issuperset(unit._get_fsdp_state()._modules)]
 
 
 def states_of(view: ModelView) -> list[Any]:

@@ -162,7 +162,8 @@ def _gather_fused(run: ForwardPass, outputs: Outputs) -> None:
         if values.ndim == 2:
             if not (run.batch.sharded and run.model.training):
                 values = run.batch.lies.batch(values, scores=True)
-            outputs[name] = values if run.batch.sharded else values[:, :-1]  # as without `shift_labels`
+            # as without `shift_labels`; FSDP2 warns of views
+            outputs[name] = values if run.batch.sharded else values[:, :-1].clone()
 
 
 def _check_unread(call: Call, why: str) -> None:

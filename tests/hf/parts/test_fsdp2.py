@@ -152,43 +152,45 @@ def test_what_a_head_returns_that_is_only_read_is_not_rounded(ranks: Ranks) -> N
         assert dtypes == {"loss": torch.float32, "log_probs": torch.float32}
 
 
-def read_head(rank: int, size: int, joined: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
-    """Gradients by a head that is read and not called, as a unit of its own or `joined` with the last norm; a reference
-    is asked before the backward pass. Also whether the head is sharded after each of these three, and after another
-    evaluation."""
+def read_head(rank: int, size: int, kind: str) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Gradients by a head that is read and not called: as a unit of its own, `joined` with the last norm, or without an
+    outermost unit. Between the passes and the backward pass a reference is asked, and the head called. Also whether
+    the head is sharded after each."""
     from trl.trainer.utils import add_fused_lm_head
 
     model = make_trainee(False)
     add_fused_lm_head(model)
     models.patch(model, group=dist.group.WORLD)
     mesh, batch = init_device_mesh("cpu", (size,)), models.make_batch("packed")
-    for unit in (*model.model.layers, [model.model.norm, model.lm_head] if joined else model.lm_head, model):
-        fully_shard(unit, mesh=mesh)
+    head = [model.model.norm, model.lm_head] if kind == "joined" else model.lm_head
+    for unit in (*model.model.layers, head, *([] if kind == "rootless" else [model])):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=kind != "joined")
     sharded = list[bool]()
 
-    def run(learns: bool) -> torch.Tensor:
+    def run(learns: bool, fused: bool = True) -> torch.Tensor:
         with torch.set_grad_enabled(learns):
-            loss: torch.Tensor = model(**batch, fused_lm_head=True).loss
+            loss: torch.Tensor = model(**batch, **({"fused_lm_head": True} if fused else {})).loss
         sharded.append(is_sharded_head(model.lm_head))
         return loss
 
-    loss = run(True)
+    loss = (run(True) + run(True)) / 2
     run(False)
+    if kind != "rootless":  # a call would make the head a root
+        run(False, fused=False)
     loss.backward()
-    sharded.append(is_sharded_head(model.lm_head))
-    gradients = {name: whole(weight.grad) for name, weight in model.named_parameters()}
-    run(False)
-    return gradients, sharded
+    learning = model.lm_head if kind == "rootless" else model  # what no unit has is averaged by nobody
+    return {name: whole(weight.grad) for name, weight in learning.named_parameters()}, sharded
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_gradients_of_a_head_that_is_only_read(ranks: Ranks, joined: bool) -> None:
+@pytest.mark.parametrize("kind", ["alone", "joined", "rootless"])
+def test_gradients_of_a_head_that_is_only_read(ranks: Ranks, kind: str) -> None:
     model = make_trainee(False)
     models.plain_loss(model, models.make_batch("packed")).backward()
-    for gradients, sharded in ranks(2).run(read_head, joined):
-        for name, weight in model.named_parameters():
+    learning = model.lm_head if kind == "rootless" else model
+    for gradients, sharded in ranks(2).run(read_head, kind):
+        for name, weight in learning.named_parameters():
             torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-5, atol=1e-6)
-        assert joined or sharded == [False, False, True, True]
+        assert kind == "joined" or all(sharded)
 
 
 def one_by_one(rank: int, size: int) -> float:
