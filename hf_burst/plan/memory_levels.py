@@ -29,9 +29,9 @@ _TOWER = 32  # bytes that towers take for a byte of pixels or of sound, before t
 _SAVED = 0.75
 _RAISED = 2.0
 _REACH = 2.0  # for steps at most so many times as large a measurement counts
-# what torch's allocator loses in gaps, as shares: of what a step takes, and of gradients where FSDP2 gathers weights;
-# by whether it has expandable segments
-GAPS = {False: (0.16, 0.25), True: (0.09, 0.15)}
+# what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
+# and of gradients that come where activations went; by whether it has expandable segments
+GAPS = {False: (0.16, 0.35), True: (0.09, 0.15)}
 Settings = TypeVar("Settings", bound=Memory)
 
 
@@ -106,11 +106,11 @@ class MeasuredLevels:
 
     Args:
         estimate ([`StepEstimate`]): What the first step is chosen by.
-        gradients (`float`): Bytes of the gradients of all weights that learn.
-        sharded (`bool`): Whether FSDP2 gathers weights.
+        gradients (`float`): Bytes of the gradients of all weights that learn, but for those that lie on the host.
+        sharded (`float`): Bytes of those whose weights FSDP2 gathers, wherever they lie.
     """
 
-    def __init__(self, estimate: StepEstimate, gradients: float, sharded: bool) -> None:
+    def __init__(self, estimate: StepEstimate, gradients: float, sharded: float) -> None:
         self.estimate, self.gradients, self.sharded = estimate, gradients, sharded
         self.known: dict[tuple[Memory, bool], Taken] = {}  # by settings, and whether gradients were there
         self.short: list[tuple[Memory, Size]] = []  # what ran out of memory
@@ -123,7 +123,7 @@ class MeasuredLevels:
         if near:
             share, of_gradients = GAPS[expandable]
             factor = 1 + share
-            more = self.sharded * of_gradients * self.gradients
+            more = of_gradients * self.sharded
             expected = [self._predicted(memory, size, near, own) for memory in levels]
         else:
             factor = FIRST

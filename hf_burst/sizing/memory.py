@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..plan.layer_sizes import keeping
-from ..plan.memory_levels import TUNING
+from ..plan.memory_levels import GAPS, TUNING
 from .gpus import Capacity
 from .model import SCALES, ModelSize, Training
 from .spread import Spread, buffer_bytes, spread_of, state_bytes
@@ -16,9 +16,6 @@ LOADING = "the loading of all weights on every GPU, before FSDP2 shards them"
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; and NCCL
 _CONTEXT, _NCCL = 1.25 * 2**30, 1.0 * 2**30
-# what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
-# and of gradients that come where activations went; by default, and with expandable segments
-_GAPS, _GAPS_EXPANDABLE = (0.16, 0.35), (0.09, 0.15)
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ def _beside_tensors(moment: MemoryEstimate, model: ModelSize, training: Training
 
 def gaps_of(passing: float, training: Training, gradients: float = 0.0) -> float:
     """Bytes that torch's allocator holds beyond tensors of so many bytes that come and go, and so many of gradients."""
-    expandable = training.expandable_segments and not training.offloaded_weights  # whose gaps were as large with them
-    share, of_gradients = _GAPS_EXPANDABLE if expandable else _GAPS
+    # gaps of offloaded weights were as large with expandable segments
+    share, of_gradients = GAPS[training.expandable_segments and not training.offloaded_weights]
     return share * passing + of_gradients * gradients
 
 

@@ -43,7 +43,7 @@ class Gpu:
     ):
         self.total, self.wrong, self.always, self.gaps = total, wrong, always, gaps
         self.held, self.states, self.gradients = how.get("held", 0.0), how.get("states", 0.0), how.get("gradients", 0.0)
-        self.rule = MeasuredLevels(LLAMA, self.gradients, sharded=False)
+        self.rule = MeasuredLevels(LLAMA, self.gradients, sharded=0.0)
         self.short = 0
 
     def takes(self, memory: Memory, size: Size) -> float:
@@ -173,27 +173,30 @@ def test_images_count() -> None:
 
 def test_gradients_that_are_added_to() -> None:
     """A batch that is accumulated finds gradients, and what it takes is known by itself."""
-    rule, levels, size = MeasuredLevels(LLAMA, 10.0 * GIB, sharded=True), levels_of(32768), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 10.0 * GIB, sharded=10.0 * GIB), levels_of(32768), Size(32768)
     free = 2.1 * size.tokens * LLAMA.bytes_of_token(Memory()) + 10 * GIB
     assert rule.choose(levels, size, free)[0] == 0
     rule.measured(levels[0], size, 30.0 * GIB)
-    assert rule.choose(levels, size, 38.0 * GIB)[0] == 0
+    assert rule.choose(levels, size, 39.0 * GIB)[0] == 0
     added = size._replace(added=True)
     assert rule.choose(levels, added, 37.0 * GIB)[0] > 0
     rule.measured(levels[0], added, 20.0 * GIB)
     assert rule.choose(levels, added, 28.0 * GIB)[0] == 0
     assert rule.choose(levels, size, 28.0 * GIB)[0] > 0
+    on_host = MeasuredLevels(LLAMA, 0.0, sharded=10.0 * GIB)
+    on_host.measured(levels[0], size, 30.0 * GIB)
+    assert [on_host.choose(levels, size, free * GIB)[0] == 0 for free in (38.0, 39.0)] == [False, True], "gaps of each"
 
 
 def test_the_margin_is_smaller_with_expandable_segments() -> None:
-    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(32768), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=0.0), levels_of(32768), Size(32768)
     rule.measured(levels[0], size, 20.0 * GIB)
     assert [rule.choose(levels, size, 22.5 * GIB, expandable)[0] > 0 for expandable in (False, True)] == [True, False]
 
 
 def test_a_bound_counts_where_nothing_else_is_known() -> None:
     """The most that was taken so far may have been taken by something else."""
-    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(32768), Size(32768)
+    rule, levels, size = MeasuredLevels(LLAMA, 0.0, sharded=0.0), levels_of(32768), Size(32768)
     rule.measured(levels[0], size, 50.0, exact=False)
     rule.measured(levels[1], size, 90.0, exact=False)
     rule.measured(levels[0], Size(1), 90.0, exact=False)
@@ -204,7 +207,7 @@ def test_a_bound_counts_where_nothing_else_is_known() -> None:
 
 
 def test_a_pass_without_gradients_has_tiles() -> None:
-    rule, levels = MeasuredLevels(LLAMA, 0.0, sharded=False), levels_of(262144)
+    rule, levels = MeasuredLevels(LLAMA, 0.0, sharded=0.0), levels_of(262144)
     plain = 262144 * LLAMA.working(Memory())
     assert rule.choose_forward(levels, Size(262144), 2.01 * plain) == 0
     assert levels[rule.choose_forward(levels, Size(262144), 1.99 * plain)].tiled_mlp == 16384

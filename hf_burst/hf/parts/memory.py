@@ -193,8 +193,8 @@ class MemoryRule(Part):
             wide = call.config.kernel in ("auto", "ffpa") and any(kind.widest_heads for kind in sizes.kinds)
             ffpa = wide and FfpaKernel().unavailable(512, 512) is None
             estimate = StepEstimate(sizes, itemsize, key[0], call.group.size > 1, ffpa)
-            sharded = any(isinstance(weight, DTensor) for weight in trained)
             gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
+            sharded = sum(weight.to_local().nbytes for weight in trained if isinstance(weight, DTensor))
             self.rules[key] = MeasuredLevels(estimate, gradients, sharded)
         return self.rules[key]
 
