@@ -93,8 +93,8 @@ def check_averaged(view: ModelView, trained: list[nn.Parameter], group: ContextG
             not known,
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
-            "what accelerator.prepare(model, optimizer) returns, as Trainer does (not after evaluate(): set "
-            "eval_on_start=True). Or average yourself: patch_model(model, hf_burst.BurstConfig(gradients='manual')).",
+            "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
+            "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual')).",
         ),
     )
 

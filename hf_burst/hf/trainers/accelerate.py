@@ -190,7 +190,10 @@ class _Shared:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
         _check_placed(model, evaluation_mode, self.generating is not None)
-        return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
+        prepared = Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
+        if evaluation_mode:
+            prepared._is_accelerate_prepared = False  # else train() after evaluate() would leave it without DDP
+        return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         if self.generating is not None:

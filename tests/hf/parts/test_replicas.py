@@ -29,7 +29,6 @@ from hf_burst.hf.view import ModelView
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
-from tests.support.trainers import Case, make_trainer, samples
 
 Ranks = Callable[[int], RankPool]
 ROOT = Path(__file__).parents[3]
@@ -61,19 +60,6 @@ def test_a_model_that_was_not_prepared_is_not_trained(ranks: Ranks, size: int) -
         assert "Nothing averages the gradients" in sentence
         assert "accelerator.prepare(model, optimizer)" in sentence
         assert "gradients='manual'" in sentence
-
-
-def train_after_evaluation(rank: int, size: int, folder: str) -> None:
-    trainer = make_trainer(Case(), folder, eval_dataset=samples("padded", 2))
-    trainer.evaluate()
-    trainer.train()
-
-
-def test_evaluation_before_training_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    """accelerate leaves a model that was evaluated without DDP, and Transformers alone trains each rank by itself."""
-    for sentence in refused(ranks(2), train_after_evaluation, str(tmp_path)):
-        assert "not after evaluate()" in sentence
-        assert "eval_on_start=True" in sentence
 
 
 def evaluate_and_differentiate(rank: int, size: int) -> None:
