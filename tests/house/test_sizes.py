@@ -13,7 +13,7 @@ LINES = {
     "hf/models": 1_438,
     "hf/parts": 3_144,
     "hf/spread": 621,
-    "hf/trainers": 1_311,
+    "hf/trainers": 1_321,
     "kernels": 1_761,
     "layers": 1_707,
     "plan": 2_200,
@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_475,
 }
 RECIPES = 10_261  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 131_771, 0.17, 1_487, 281
+NODES, TUPLES, REFUSING, RAISES = 131_841, 0.17, 1_487, 281
 
 
 def test_rooms_keep_to_their_numbers() -> None:

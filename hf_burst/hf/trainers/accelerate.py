@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -189,7 +190,10 @@ class _Shared:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
         _check_placed(model, evaluation_mode, self.generating is not None)
-        return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
+        prepared = Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
+        if evaluation_mode:
+            prepared._is_accelerate_prepared = False  # else train() after evaluate() would leave it without DDP
+        return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         if self.generating is not None:
@@ -201,6 +205,7 @@ class _Shared:
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
             group = self.accelerator.process_index // self.size
             data_loader.worker_init_fn = partial(seed_worker, **{**seeded.keywords, "rank": group})
+        _divide_by_group(data_loader.batch_sampler, self.accelerator.num_processes, self.size)
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -258,6 +263,14 @@ def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: An
     for _ in range(batches if prepared.step_with_optimizer and prepared.gradient_state.sync_gradients else 1):
         if prepared.scheduler._step_count <= getattr(prepared.scheduler, "total_steps", math.inf):
             AcceleratedScheduler.step(prepared, *args, **kwargs)
+
+
+def _divide_by_group(sampler: Any, ranks: int, size: int) -> None:
+    """Has the sampler of `train_sampling_strategy="batch_rebalance"`, which itself divides batches over all ranks,
+    divide them over groups of `size`. It is changed in place, because `Trainer` looks for it in the prepared loader."""
+    if getattr(sampler, "dp_size", 1) == ranks and hasattr(sampler, "effective_batch_size"):
+        given = {name: getattr(sampler, name) for name in signature(type(sampler)).parameters}
+        sampler.__init__(**given | {name: given[name] // size for name in ("effective_batch_size", "dp_size", "rank")})
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,34 @@ def test_three_steps_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case)
     assert case.lora or min(wanted["norms"]) > trainers.CLIP, "the clipping must be felt"
 
 
+def train_evaluated(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    trainer = make_trainer(case, folder, eval_dataset=trainers.samples("padded", 2))
+    trainer.evaluate()
+    trainer.predict(trainer.eval_dataset)
+    return trainers.finish(trainer)
+
+
+def test_a_model_that_was_evaluated_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+    """accelerate takes such a model for one that is in DDP; Transformers alone trains each rank by itself."""
+    wanted = alone(Case().alone)
+    for found in ranks(2).run(train_evaluated, str(tmp_path), Case()):
+        trainers.compare(found, wanted)
+
+
+def train_rebalanced(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    options = {"train_sampling_strategy": "batch_rebalance", "processing_class": trainers.tokenizer()}
+    return trainers.finish(make_trainer(case, folder, trainers.samples(case.kind, 11), **options))
+
+
+@pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_sampler_that_divides_by_ranks_itself(ranks: Ranks, tmp_path: Path, data: int) -> None:
+    """Groups are its ranks, as in plain data parallelism over as many processes."""
+    case = Case(data=data)
+    wanted = ranks(data).run(train_rebalanced, str(tmp_path), replace(case, burst=0))[0]
+    for found in ranks(case.ranks).run(train_rebalanced, str(tmp_path), case):
+        trainers.compare(found, wanted)
+
+
 def evaluate(rank: int, size: int, folder: str, case: Case, count: int, **options: Any) -> dict[str, Any]:
     """`evaluate` before and after `predict`, of an untrained model."""
     make = trainers.table if case.trainer == "SFTTrainer" else trainers.samples
