@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype, refuse_second_derivative
+from .surroundings import draws_as_now
 
 # maps the hidden states of some tokens, `(1, m, hidden)`, and their slice to outputs and the outputs' gradients (`None`
 # for a scalar)
@@ -52,7 +53,8 @@ def token_values(hidden: Tensor, value: Value, rows: int, learned: list[Tensor])
 
     Args:
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): Hidden states to score.
-        value (`Callable`): Computes the values of some tokens. The backward pass calls it again.
+        value (`Callable`): Computes the values of some tokens. The backward pass calls it again, with the same random
+            numbers.
         rows (`int`): Tokens at a time.
         learned (list of `torch.Tensor`): The parameters of `value` that get gradients.
     """
@@ -63,7 +65,7 @@ class _TokenValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, value: Value, rows: int, *learned: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.value, ctx.rows, ctx.learned = value, rows, learned
+        ctx.value, ctx.rows, ctx.learned, ctx.draws = value, rows, learned, draws_as_now(hidden)
         flat = hidden.detach().flatten(0, -2)
         return torch.cat([value(flat[None, part], part) for part in parts_of(len(flat), rows)]).view(hidden.shape[:-1])
 
@@ -72,7 +74,8 @@ class _TokenValues(torch.autograd.Function):
         refuse_second_derivative()
         (hidden,), upstream, value = ctx.saved_tensors, gradient.flatten(), ctx.value
         flat = hidden.detach().flatten(0, -2)
-        dhidden, *found = gradients_by_parts(
-            flat, ctx.rows, lambda states, part: (value(states, part), upstream[part]), ctx.learned
-        )
+        with ctx.draws():
+            dhidden, *found = gradients_by_parts(
+                flat, ctx.rows, lambda states, part: (value(states, part), upstream[part]), ctx.learned
+            )
         return dhidden.view(hidden.shape), None, None, *found

@@ -19,12 +19,13 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...ranks.group import ContextGroup
 from ..batches.documents import batch_shape, real_tokens
 from ..batches.sharded import sum_of_bits
+from ..models.adapters import adapted_modules, adapters_at_work, idle_weights
 from ..models.recurrent import recurrent_modules
 from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from ..view import ModelView, device_of
-from .settings import adapted_modules, adapters_at_work, cache_key, check, idle_weights, patched
+from .settings import cache_key, check, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _HELD = ("keys", "values", "positions")

@@ -114,36 +114,6 @@ def setting(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any
     return next((value for value in values if value is not None), None)
 
 
-def adapted_modules(view: ModelView) -> list[tuple[str, nn.Module]]:
-    """Returns the modules with peft adapters, and their paths."""
-    return [
-        (path, module)
-        for path, module in view.named
-        if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters")
-    ]
-
-
-def adapters_at_work(module: Any) -> list[str]:
-    """Returns which adapters of a module work, which are merged, and their scales; empty if there are none."""
-    active, merged, scales = _active(module), module.merged_adapters, getattr(module, "scaling", None)
-    scales = [scales.get(name) for name in active] if isinstance(scales, Mapping) else scales
-    return [str(active), str(merged), str(scales)] if active or merged else []
-
-
-def idle_weights(module: Any) -> Iterator[Tensor]:
-    """Yields the weights and buffers of a module's adapters that do not work."""
-    names = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
-    every: list[Any] = [getattr(module, name, None) for name in names]
-    for held in every:
-        for name, value in held.items() if hasattr(held, "items") else ():
-            if name not in _active(module):
-                yield from (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
-
-
-def _active(module: Any) -> list[str]:
-    return [] if module.disable_adapters else list(module.active_adapters)
-
-
 def copies_of(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """Returns how many rows `generate` makes of each prompt."""
     return max(int(setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))

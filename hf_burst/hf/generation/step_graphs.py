@@ -26,10 +26,10 @@ from ...layers.dequantized import Dequantized
 from ...ranks.group import ContextGroup
 from ..answer import Fixed, Stepping
 from ..context import current
+from ..models.adapters import adapted_modules, adapters_at_work
 from ..overrides import Override
 from ..sharded_cache import ShardedCache
 from ..view import ModelView
-from .settings import adapted_modules, adapters_at_work
 
 logger = logging.getLogger(__name__)
 

@@ -74,9 +74,12 @@ class Arrivals(Part):
 
     @torch.compiler.disable
     def _passed(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Checks a layer with recurrent modules."""
-        for module in _stateful(layer) if self.under_way else ():
-            if not vars(module)[ARRIVED]:
+        """Checks a layer with recurrent modules, of each kind of them. peft has copies of those that it saves, of which
+        one runs."""
+        modules = _stateful(layer) if self.under_way else []
+        arrived = {type(module) for module in modules if vars(module)[ARRIVED]}
+        for module in modules:
+            if type(module) not in arrived:
                 _refuse(module)
             vars(module)[ARRIVED] = False
 

@@ -1,6 +1,7 @@
 """The spread value itself, and the head of a model, which is put off."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -16,14 +17,19 @@ from ...errors import BatchError, UnsupportedModelError
 from ...layers.by_parts import token_values
 from ...layers.linear_loss import Linear, learned_by, linear_loss_sum, rows_at_a_time
 from ...layers.loss import token_loss_sum, weighted_loss_sum
-from ...layers.surroundings import instead
+from ...layers.surroundings import draws_as_now, instead
 from ..batches.sharded import sum_of_bits
+from ..models.adapters import adapters_at_work, is_adapted
 from ..overrides import Override
 from ..view import children_of, inner_modules, is_partitioned, is_sharded_head
 from .functions import SERVED, PutOffCall, by_tokens, name_of
 from .where import Where
 
 _UNWRITTEN = "Values on several ranks are not changed in place; torch.where and x = x / 2 make others of them."
+_CHANGED = (
+    "{} was asked of logits behind an update of the head, or where other adapters of it work. Read logits, and run the "
+    "backward pass of what is computed from them, before a step of the optimizer and before adapters are switched."
+)
 _FACTS = ("requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta")
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # their hooks manage weights and memory
 Compute = Callable[[Tensor], Tensor]
@@ -37,7 +43,7 @@ class Limit:
 
     about: str  # why not all of it may be gathered, if so
     anchor: Tensor  # computed from the weights, so that DDP finds those that will get gradients
-    written: tuple[int, ...]  # how often the head's weights had been written to
+    state: tuple[Any, ...]  # of the head
     put_off: int  # how many functions the model put off; those behind them see zeros at padding of joined texts
 
 
@@ -48,6 +54,7 @@ class Spread:
     own: Tensor  # this rank's values, `(batch, n, ...)`, or the inputs of `head` if it is put off
     head: "PutOffHead | None" = None  # scores some tokens at a time
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and its dtype
+    draws: Callable[[], AbstractContextManager[None]] = nullcontext  # the random numbers of the head's call
     put_off: tuple[PutOffCall, ...] = ()  # the functions to apply after the head
     lies: Where | None = None  # where all tokens lie; by default the value has this rank's only, as in a model
     places: Tensor | None = None  # the tokens in it, see `chosen`; all by default
@@ -63,9 +70,9 @@ class Spread:
         if self.head is not None and loss is None:
             check_head_again(self.head.module)
         anchor = self.some(slice(0, 1)) if loss is None else loss
-        written = () if self.head is None else self.head.written
+        state = () if self.head is None else self.head.state
         value = self.map("float", Tensor.float) if self.autocast[0] else self
-        return replace(value, lies=lies, limit=Limit(about, anchor, written, len(value.put_off)))
+        return replace(value, lies=lies, limit=Limit(about, anchor, state, len(value.put_off)))
 
     # -- this rank's tokens
 
@@ -90,15 +97,21 @@ class Spread:
             own = self._after(self.own.flatten(0, 1))
             return value(own, slice(0, len(own))).view(self.own.shape[:-1])
 
+        adapters = head.adapters
+
         def of_states(states: Tensor, part: slice) -> Tensor:
+            if head.adapters != adapters:
+                raise BatchError(_CHANGED.format("The gradient"))
             with self._precision():  # also in the backward pass
                 scores = head.plain(states)[0]
             with torch.autocast(scores.device.type, enabled=False):  # which would return fp32
                 return value(self._after(scores), part)
 
         def compute(hidden: Tensor) -> Tensor:
-            learned = learned_by(self._scores, hidden) if torch.is_grad_enabled() else []
-            return token_values(hidden, of_states, rows_at_a_time(head.vocabulary, share), learned)
+            with self.draws():
+                learned = learned_by(self._scores, hidden) if torch.is_grad_enabled() else []
+            with self.draws():  # as for [`score`]
+                return token_values(hidden, of_states, rows_at_a_time(head.vocabulary, share), learned)
 
         return self._by_head(compute)
 
@@ -109,7 +122,8 @@ class Spread:
 
     def score(self) -> Tensor:
         """Returns all of this rank's values, and stores them, so that they can be changed."""
-        own = self.own if self.head is None else self._by_head(self.head.plain)
+        with self.draws():
+            own = self.own if self.head is None else self._by_head(self.head.plain)
         self.own, self.head, self.put_off = self._after(own), None, ()
         return self.own
 
@@ -204,10 +218,8 @@ class Spread:
         problem = ""
         if self.head is not None:
             check_head_again(self.head.module)  # a wrapper may have resharded it since
-            if self.limit.written != self.head.written:
-                problem = (
-                    f"{name} was asked of logits behind an update of the head. Read them before the optimizer's step."
-                )
+            if self.limit.state != self.head.state:
+                problem = _CHANGED.format(name)
         checksums = {"tokens whose logits are asked for (checksum)": sum_of_bits(self.chosen)}
         if words is not None:
             checksums["words whose logits are asked for (checksum)"] = sum_of_bits(words)
@@ -362,13 +374,19 @@ class PutOffHead(Override):
         if half or needs_logits(self.module) or any(map(is_partitioned, children_of(self.module).values())):
             return self.plain(hidden)
         # FSDP2 puts a hook on the output, and warns of views
-        return Spread(hidden.clone() if isinstance(self.module, FSDPModule) else hidden, self, autocast)
+        own = hidden.clone() if isinstance(self.module, FSDPModule) else hidden
+        return Spread(own, self, autocast, draws_as_now(hidden))
 
     @property
-    def written(self) -> tuple[int, ...]:
-        """How often its weights were written to; those of FSDP2 are checked elsewhere."""
+    def state(self) -> tuple[Any, ...]:
+        """How often its weights were written to, those of FSDP2 being checked elsewhere, and its adapters."""
         weights = self.module.parameters()
-        return tuple(weight._version for weight in weights if not isinstance(weight, DTensor))
+        return (*(weight._version for weight in weights if not isinstance(weight, DTensor)), *self.adapters)
+
+    @property
+    def adapters(self) -> list[list[str]]:
+        """The adapters that work in each module of the head that has some."""
+        return [adapters_at_work(module) for module in inner_modules(self.module) if is_adapted(module)]
 
     def within(self, compute: Compute, hidden: Tensor) -> Tensor:
         """Calls a function that applies the head to hidden states, gathering its weights again if needed.

@@ -207,6 +207,18 @@ def test_methods_of_peft_are_exact(ranks: Ranks, method: str, options: dict[str,
     ranks(2).run(adapt, method, options)
 
 
+def save_mixers(rank: int, size: int) -> None:
+    from peft import get_peft_model
+
+    settings = config_of("LORA", {"target_modules": ["q_proj"], "modules_to_save": ["linear_attn"]})
+    compare(size, lambda: get_peft_model(models.make_model("qwen3_5"), settings))
+
+
+def test_recurrent_modules_that_are_saved(ranks: Ranks) -> None:
+    """peft has two of each, and calls one."""
+    ranks(2).run(save_mixers)
+
+
 def mix_adapters(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
     from peft import XLoraConfig, get_peft_model
 

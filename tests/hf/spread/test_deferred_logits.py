@@ -234,6 +234,56 @@ def test_under_autocast_scores_are_reduced_in_fp32(ranks: Ranks) -> None:
         torch.testing.assert_close(apart, gathered, rtol=1e-6, atol=1e-6)
 
 
+def adapted(**options: Any) -> Any:
+    """A patched model, whose head has adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, init_lora_weights=False, **options)
+    model = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
+    return models.patch(model)
+
+
+def switch_adapters(rank: int, size: int, options: dict[str, Any]) -> None:
+    """A head that is put off would compute other logits by now."""
+    model = adapted(**options)
+    model.add_adapter("other", model.peft_config["default"])
+    logits = model(**models.make_batch("plain")).logits
+    for ask in (lambda: logits.logsumexp(-1), lambda: logits.softmax(1)):
+        with model.disable_adapter(), pytest.raises(BatchError, match="where other adapters of it work"):
+            ask()
+    values = logits.logsumexp(-1).sum()
+    model.set_adapter("other")
+    with pytest.raises(BatchError, match="The gradient was asked of logits behind"):
+        values.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+    ids=str,
+)
+def test_logits_are_not_those_of_other_adapters(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks(2).run(switch_adapters, options)
+
+
+def drop_out(rank: int, size: int) -> None:
+    """Whoever reads logits, and the backward pass, finds the same numbers dropped. Ranks draw alike afterwards."""
+    model = adapted(target_modules=["lm_head"], lora_dropout=0.5)
+    logits = model(**models.make_batch("plain", 64)).logits
+    learned = [weight for name, weight in model.named_parameters() if "lm_head.lora" in name]
+    drawn, found = torch.get_rng_state(), list[Any]()
+    for values in (logits.logsumexp(-1), logits.whole().logsumexp(-1)):
+        found.append((values.detach(), *torch.autograd.grad(values.sum(), learned)))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dropout_in_a_head_that_is_put_off(ranks: Ranks, size: int) -> None:
+    ranks(size).run(drop_out)
+
+
 APART: dict[str, Callable[[Any, torch.Tensor, int], Any]] = {
     "rows of other number": lambda logits, labels, rank: logits[rank:].logsumexp(-1),
     "other rows": lambda logits, labels, rank: logits[rank].logsumexp(-1),
