@@ -13,10 +13,11 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, is_compiled_module, recursively_apply
 from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -190,10 +191,10 @@ class _Shared:
             self.distilling.take_teacher(model)
         _check_patched(model, self.size, evaluation_mode)
         _check_placed(model, evaluation_mode, self.generating is not None)
-        prepared = Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
-        if evaluation_mode:
-            prepared._is_accelerate_prepared = False  # else train() after evaluate() would leave it without DDP
-        return prepared
+        learns = not evaluation_mode and any(weight.requires_grad for weight in model.parameters())
+        if learns and not any(isinstance(inner, DistributedDataParallel) for inner in inner_modules(model)):
+            vars(model)["_is_accelerate_prepared"] = False  # evaluate() sets it: train() would leave it without DDP
+        return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         if self.generating is not None:
@@ -247,7 +248,10 @@ class _Shared:
         """Runs the evaluation loop, and counts each group once where Seq2SeqTrainer uses `Accelerator.gather`."""
         if self.trainer.gather_function == self.accelerator.gather:
             self.trainer.gather_function = self.gather
-        return method(*args, **kwargs)
+        wrapped, found = self.trainer.model_wrapped, method(*args, **kwargs)
+        if is_compiled_module(self.trainer.model_wrapped):
+            self.trainer.model_wrapped = wrapped  # train() would take the compiled model for one in DDP
+        return found
 
     def gather(self, tensors: Any) -> Any:
         """Gathers for `Accelerator.gather_for_metrics`."""

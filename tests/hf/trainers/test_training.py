@@ -76,18 +76,34 @@ def test_three_steps_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case)
     assert case.lora or min(wanted["norms"]) > trainers.CLIP, "the clipping must be felt"
 
 
-def train_evaluated(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
-    trainer = make_trainer(case, folder, eval_dataset=trainers.samples("padded", 2))
+def train_evaluated(rank: int, size: int, folder: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = make_trainer(case, folder, eval_dataset=trainers.samples("padded", 2), **options)
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
     return trainers.finish(trainer)
 
 
-def test_a_model_that_was_evaluated_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"torch_compile": True, "torch_compile_backend": "eager"}], ids=str)
+def test_a_model_that_was_evaluated_is_trained(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     """accelerate takes such a model for one that is in DDP; Transformers alone trains each rank by itself."""
     wanted = alone(Case().alone)
-    for found in ranks(2).run(train_evaluated, str(tmp_path), Case()):
+    for found in ranks(2).run(train_evaluated, str(tmp_path), Case(), options):
         trainers.compare(found, wanted)
+
+
+def evaluate_in_turn(rank: int, size: int, folder: str) -> None:
+    """accelerate wraps the forward of a model that it prepares once more, for autocast."""
+    options = {"bf16": True, "max_steps": 1, "eval_dataset": trainers.samples("padded", 2)}
+    trainer, forwards = make_trainer(Case(), folder, **options), list[Any]()
+    for _ in range(3):
+        trainer.train()
+        trainer.evaluate()
+        forwards.append(trainer.model.forward)
+    assert forwards[1] is forwards[2]
+
+
+def test_evaluations_in_turn_with_trainings_wrap_the_model_no_further(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(evaluate_in_turn, str(tmp_path))
 
 
 def train_rebalanced(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
