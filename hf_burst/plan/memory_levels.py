@@ -107,7 +107,7 @@ class MeasuredLevels:
     Args:
         estimate ([`StepEstimate`]): What the first step is chosen by.
         gradients (`float`): Bytes of the gradients of all weights that learn, but for those that lie on the host.
-        sharded (`float`): Bytes of those whose weights FSDP2 gathers, wherever they lie.
+        sharded (`float`): Bytes of all of them, wherever they lie, if FSDP2 gathers weights.
     """
 
     def __init__(self, estimate: StepEstimate, gradients: float, sharded: float) -> None:

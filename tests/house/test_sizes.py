@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_472,
 }
 RECIPES = 10_261  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 132_025, 0.17, 1_489, 282
+NODES, TUPLES, REFUSING, RAISES = 132_030, 0.17, 1_489, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -194,7 +194,7 @@ class MemoryRule(Part):
             ffpa = wide and FfpaKernel().unavailable(512, 512) is None
             estimate = StepEstimate(sizes, itemsize, key[0], call.group.size > 1, ffpa)
             gradients = sum(weight.nbytes for weight in local if weight.device.type == call.device.type)
-            sharded = sum(weight.to_local().nbytes for weight in trained if isinstance(weight, DTensor))
+            sharded = any(isinstance(weight, DTensor) for weight in trained) * sum(part.nbytes for part in local)
             self.rules[key] = MeasuredLevels(estimate, gradients, sharded)
         return self.rules[key]
 

@@ -341,6 +341,8 @@ def two_groups(rank: int, size: int, room: float, config: Any) -> tuple[list[Mem
                 error = max(error, float((weight.grad.full_tensor() - wanted.grad / 2).abs().max()))
             model.zero_grad()
             reference.zero_grad()
+    (rule,) = part_of(model, MemoryRule).rules.values()
+    assert rule.sharded >= sum(weight.to_local().nbytes for weight in model.parameters())
     return found, error
 
 
