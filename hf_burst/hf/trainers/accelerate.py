@@ -26,7 +26,7 @@ from transformers.trainer_utils import seed_worker
 from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
-from ..admission import TRAINERS, trainer_role
+from ..admission import TRAINERS, trainer_role, trl_classes
 from ..callers import MAKING, trainer_among
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
@@ -200,7 +200,7 @@ class _Shared:
         if self.generating is not None:
             self.generating.begin()
         else:
-            _check_offline(data_loader)
+            _check_offline(data_loader, None if self.distilling else self.trainer)
         self.accelerator.dataloader_config.dispatch_batches = False  # ranks of a group need the same batch
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
@@ -336,10 +336,10 @@ def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _check_offline(data_loader: DataLoader) -> None:
-    """Raises for a loader of prompts whose completions ranks of a group would generate differently."""
-    collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
-    online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
+def _check_offline(data_loader: DataLoader, trainer: Any) -> None:
+    """Raises for a loader of prompts whose completions or rewards would differ between ranks of a group: that of a
+    trainer of TRL with settings of sampling."""
+    online = any("temperature" in vars(kind) for kind in trl_classes(type(getattr(trainer, "args", None))))
     if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
         names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
         raise ConfigError(

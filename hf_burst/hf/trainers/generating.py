@@ -8,6 +8,7 @@ TRL's gathers over processes become gathers over groups: `gather`, `gather_objec
 modules are replaced during a step, because these functions of accelerate use no accelerator object.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -148,6 +149,7 @@ class Distillation:
 
     def __init__(self, trainer: Any, accelerator: Accelerator, size: int) -> None:
         wrap_steps(trainer, compute_loss=self.compute_loss, generate_on_policy_outputs=self.generate)
+        wrap_steps(trainer, training_step=self.training_step)
         self.trainer, self.size = trainer, size
         self.sharded = accelerator.distributed_type is DistributedType.FSDP
         self.first = FirstRank(ContextGroup.from_mesh(accelerator.torch_device_mesh[CP_DIM]), accelerator.device)
@@ -161,6 +163,12 @@ class Distillation:
         if self.sharded and not getattr(teacher, "is_quantized", False):  # quantized models are placed at loading
             teacher.to(self.first.device)
         patch_as(self.trainer.model, teacher)
+
+    def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Trains on a batch. `random` decides who answers, so all ranks take the first one's state, where a callback
+        may have drawn, too."""
+        random.setstate(self.first.result(random.getstate, "who answers"))
+        return method(*args, **kwargs)
 
     def compute_loss(
         self, method: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -918,9 +918,24 @@ def learn_by_other_losses(rank: int, size: int, folder: str) -> None:
         make_trainer(Run(), folder).train()
 
 
-def test_other_trainers_that_generate_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def learn_from_own_pairs(rank: int, size: int, folder: str) -> None:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    reset_accelerate()
+    mesh = hf_burst.BurstParallelismConfig()
+    settings = OnlineDPOConfig(folder, use_cpu=True, bf16=False, max_steps=1, report_to=[], parallelism_config=mesh)
+    model, reference = (hf_burst.patch_model(models.make_model("llama", seed=seed)) for seed in (0, 3))
+    data = datasets.Dataset.from_list([{"prompt": "w5 w6"}] * 8)
+    options: Any = {"train_dataset": data, "processing_class": trainers.tokenizer()}
+    OnlineDPOTrainer(model, reference, [reward_length], args=settings, **options).train()
+
+
+@pytest.mark.parametrize("learn_else", [learn_by_other_losses, learn_from_own_pairs])
+def test_other_trainers_that_generate_are_refused(
+    ranks: Ranks, tmp_path: Path, learn_else: Callable[..., None]
+) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(learn_by_other_losses, str(tmp_path))
+        ranks(2).run(learn_else, str(tmp_path))
     for error in caught.value.errors:
         assert pytest.RaisesExc(ConfigError, match="generates what it learns from").matches(error), error
 
