@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_compiled_module, recursively_apply
@@ -199,8 +198,8 @@ class _Shared:
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         if self.generating is not None:
             self.generating.begin()
-        else:
-            _check_offline(data_loader, None if self.distilling else self.trainer)
+        elif self.distilling is None:
+            _check_offline(self.trainer)
         self.accelerator.dataloader_config.dispatch_batches = False  # ranks of a group need the same batch
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
@@ -248,7 +247,8 @@ class _Shared:
         """Runs the evaluation loop, and counts each group once where Seq2SeqTrainer uses `Accelerator.gather`."""
         if self.trainer.gather_function == self.accelerator.gather:
             self.trainer.gather_function = self.gather
-        wrapped, found = self.trainer.model_wrapped, method(*args, **kwargs)
+        wrapped = self.trainer.model_wrapped
+        found = method(*args, **kwargs)
         if is_compiled_module(self.trainer.model_wrapped):
             self.trainer.model_wrapped = wrapped  # train() would take the compiled model for one in DDP
         return found
@@ -336,11 +336,10 @@ def _refuse_other_sizes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _check_offline(data_loader: DataLoader, trainer: Any) -> None:
-    """Raises for a loader of prompts whose completions or rewards would differ between ranks of a group: that of a
-    trainer of TRL with settings of sampling."""
-    online = any("temperature" in vars(kind) for kind in trl_classes(type(getattr(trainer, "args", None))))
-    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+def _check_offline(trainer: Any) -> None:
+    """Raises for a trainer of TRL that samples, as its settings tell: completions or rewards would differ between ranks
+    of a group."""
+    if any("temperature" in vars(kind) for kind in trl_classes(type(getattr(trainer, "args", None)))):
         names = [place.rpartition(".")[2] for place, role in TRAINERS.items() if role == "generates"]
         raise ConfigError(
             "The trainer generates what it learns from",
