@@ -17,9 +17,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import hf_burst
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.support import base_model
+from hf_burst.hf.parts.adapters import Adapters
 from recipes.benchmarks.fits import SHAPES, Measure, make_model
-from recipes.benchmarks.training_contenders import leave_adapters_to_peft
 from recipes.byte_tokenizer import byte_tokenizer
 
 SEED = 0
@@ -44,7 +45,8 @@ def patch(model: Any, arguments: argparse.Namespace) -> None:
     memory = {"memory": {"activation_offloading": 1.0}} if arguments.offload else {}
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict({**memory, **arguments.settings}))
     if arguments.adapters == "peft":
-        leave_adapters_to_peft(base_model(model))
+        patched = getattr(base_model(model), PATCH)
+        patched.parts = tuple(part for part in patched.parts if not isinstance(part, Adapters))
 
 
 def context_parallelism(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.launch import launched
@@ -47,7 +45,6 @@ def read_arguments() -> argparse.Namespace:
     parser = options_of(__doc__)
     add_training(parser)
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
-    parser.add_argument("--document", type=at_least(2), help="tokens of each packed document (one document)")
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
     burst = "one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0"
     parser.add_argument("--hf-burst", type=read_settings, action="append", default=[], help=burst)
@@ -57,7 +54,6 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
@@ -85,28 +81,18 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     arguments.rounds *= len(arguments.lengths) // count
     for name in (name for name, contender in arguments.contenders.items() if contender.several is (size == 1)):
         parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
-    if arguments.weights == "qlora" and size > 1:
-        parser.error("--qlora trains on one GPU: FSDP2 does not shard these weights")
-    whole = [name for name, contender in arguments.contenders.items() if contender.settings is None and size > 1]
-    if arguments.document and (whole or not arguments.no_limits):
-        parser.error("--document is for hf_burst, or one process, with --no-limits")
 
 
 def main() -> int:
     arguments = read_arguments()
-    ranks, result = begin(arguments, "shape", "layers", "document", "liger", "gated_norms")
-    if arguments.gpu_memory:
-        share = arguments.gpu_memory * 2**30 / torch.cuda.mem_get_info(ranks.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), ranks.device)
+    ranks, result = begin(arguments, "shape", "layers", "liger", "gated_norms")
     job = make_job(arguments, arguments.lengths[-1], ranks)
-    job.document, lora = arguments.document, arguments.weights != "all"
+    lora = arguments.weights == "lora"
     kinds = dict.fromkeys(attentions_of(job.base.model))
     kernels = dict.fromkeys(native_of(kind, job.base.dtype, ranks).name for kind in kinds)
     result |= {
         "lora": lora,
         "adapters": "hf_burst" if lora else None,  # who computes them in its rows
-        "four_bits": arguments.weights == "qlora",
-        "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
         "kernel": ", ".join(kernels),
         "parts_of_limits": {},

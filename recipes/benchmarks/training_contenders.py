@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from importlib import import_module
 from types import MethodType
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.parts.adapters import Adapters
 from recipes.benchmarks.harness import setting
 from recipes.benchmarks.steps import Loss, Way
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
@@ -205,72 +204,14 @@ def offloaded(job: Job, way: Way) -> Iterator[Loss]:
 
 
 @contextmanager
-def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
-    """Trains by hf_burst without the part that computes adapters, so that peft does."""
-    with burst(job, settings) as loss:
-        leave_adapters_to_peft(job.base)
-        yield loss
-
-
-def leave_adapters_to_peft(model: PreTrainedModel) -> None:
-    """Takes the part that computes adapters away from a patched model."""
-    patch = getattr(model, PATCH)
-    patch.parts = tuple(part for part in patch.parts if not isinstance(part, Adapters))
-
-
-@contextmanager
 def plain(
     job: Job,
     kernel: str = "flash_attention_4",  # a name of Transformers
-    tiled: bool = False,  # whether MLPs run in Liger's tiles
-    by_trl: bool = False,  # whether TRL offloads what is kept
 ) -> Iterator[Loss]:
     """Trains with an attention of Transformers, with checkpoints and Liger's loss, which holds few logits at a time."""
-    if tiled and not job.ranks.cuda:
-        raise ConfigError("Liger's tiles and offloading need a GPU")
     job.base.set_attn_implementation(kernel)
-    with ExitStack() as stack:
-        stack.enter_context(fused_loss(job))
-        if tiled:
-            stack.enter_context(tiled_mlps(job))
-        if by_trl:
-            from accelerate import PartialState
-            from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-            PartialState()  # which its log asks for
-            stack.enter_context(hooks_removed(job.model))
-            stack.enter_context(get_act_offloading_ctx_manager(job.model, warn_if_no_head=False))
-        yield lambda job: job.model(**job.batch, **packing(job, kernel), use_cache=False).loss
-
-
-def packing(job: Job, kernel: str) -> dict[str, Any]:
-    """The boundaries of packed documents as flash kernels take them; without these, Transformers gives flash-attn 4 the
-    longest as a tensor, which it refuses."""
-    if job.document is None or not kernel.startswith("flash"):
-        return {}
-    tokens = job.tokens.shape[1]
-    bounds = torch.tensor([*range(0, tokens, job.document), tokens], dtype=torch.int32, device=job.tokens.device)
-    longest = min(job.document, tokens)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-
-
-@contextmanager
-def tiled_mlps(job: Job) -> Iterator[None]:
-    """Runs every MLP in tiles, as many as `LigerTiledSwiGLUMLP` takes, around the forward that it has."""
-    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
-
-    mlps = [layer.mlp for layer in job.base.model.layers]
-    own = [vars(mlp).get("forward") for mlp in mlps]
-    for mlp in mlps:
-        forward = mlp.forward
-        mlp.forward = partial(apply_tiled_mlp, lambda _, part, forward=forward: forward(part), mlp)
-    try:
-        yield
-    finally:
-        for mlp, forward in zip(mlps, own, strict=True):
-            del mlp.forward
-            if forward is not None:
-                mlp.forward = forward
+    with fused_loss(job):
+        yield lambda job: job.model(**job.batch, use_cache=False).loss
 
 
 @dataclass(frozen=True)
@@ -305,8 +246,6 @@ def read_settings(text: str) -> tuple[str, Contender]:
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 
-BY_PEFT = "hf_burst, chosen, peft's adapters"
-CHOSEN = {"memory": "auto"}
 ULYSSES = partial(deepspeed, kernel="flash_attention_4")
 alone = partial(Contender, hybrids=None, several=False)
 CONTENDERS = {
@@ -315,13 +254,10 @@ CONTENDERS = {
     "DeepSpeed Ulysses, flash-attn 4": Contender(ULYSSES),
     "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
     "Transformers, Liger's loss": alone(plain),
-    "Transformers' offloading, Liger's loss and tiles": alone(partial(offloaded, way=partial(plain, tiled=True))),
-    "TRL's offloading, Liger's loss and tiles": alone(partial(plain, tiled=True, by_trl=True)),
 }
 # run if they are named
 NAMED = {
-    "hf_burst, chosen": by_settings(CHOSEN),
-    BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
+    "hf_burst, chosen": by_settings({"memory": "auto"}),
     "accelerate context parallelism, cuDNN, offloaded": Contender(partial(offloaded, way=stock)),
     "DeepSpeed Ulysses, flash-attn 4, offloaded": Contender(partial(offloaded, way=ULYSSES)),
     "Transformers, sdpa, Liger's loss": alone(partial(plain, kernel="sdpa")),

@@ -72,7 +72,6 @@ class Job:
     ranks: Ranks
     mesh: DeviceMesh | None  # all ranks; `None` for one process
     tokens: torch.Tensor  # one sequence of shape `(1, length)`, the same on every rank
-    document: int | None = None  # tokens of each of the documents that the sequence is packed of; one by default
     chosen: dict[str, Any] = field(default_factory=dict)  # settings that hf_burst chose in the latest step
     rules: dict[Any, dict[Any, Any]] = field(default_factory=dict)  # what it measured, by what was asked for
     home: Any = None  # the `HostMemory` that hf_burst offloads to
@@ -84,11 +83,8 @@ class Job:
 
     @property
     def batch(self) -> dict[str, torch.Tensor]:
-        """The whole sequence with its labels, and the positions of packed documents."""
-        batch = {"input_ids": self.tokens, "labels": self.tokens}
-        if self.document is not None:
-            batch["position_ids"] = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None] % self.document
-        return batch
+        """The whole sequence with its labels."""
+        return {"input_ids": self.tokens, "labels": self.tokens}
 
 
 def random_tokens(length: int, model: PreTrainedModel, device: torch.device) -> torch.Tensor:
@@ -130,8 +126,6 @@ def add_training(parser: argparse.ArgumentParser, shape: str = "llama-8b") -> No
     add_model(parser, shape)
     adapters = "adapters of rank 16 on all large linear layers"
     parser.add_argument("--lora", dest="weights", action="store_const", const="lora", default="all", help=adapters)
-    quantised = "the same of weights in 4 bits, on one GPU"
-    parser.add_argument("--qlora", dest="weights", action="store_const", const="qlora", help=quantised)
     parser.add_argument("--gated-norms", action="store_true", help="fla's norms of gated outputs, for all")
 
 
@@ -163,9 +157,7 @@ def make_job(arguments: argparse.Namespace, longest: int, ranks: Ranks) -> Job:
         apply_liger(base)
     if arguments.gated_norms:
         fuse_gated_norms(base)
-    if arguments.weights == "qlora":
-        quantise(base)
-    if arguments.weights != "all":
+    if arguments.weights == "lora":
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(base, LoraConfig(r=16, target_modules=list(LORA)), autocast_adapter_dtype=False)
@@ -198,16 +190,16 @@ def fuse_gated_norms(model: PreTrainedModel) -> None:
             mixer.norm.weight = norm.weight
 
 
-def quantise(model: PreTrainedModel, device: torch.device | None = None) -> None:
+def quantise(model: PreTrainedModel, device: torch.device) -> None:
     """Puts the weights of all linear layers but the head into 4 bits, and those of fused experts, as
-    `Experts4bitConfig()` loads them, one layer after another, each on a device if one is named."""
+    `Experts4bitConfig()` loads them, one layer after another, each on a device."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     from hf_burst.hf.models.layer_sizes import is_experts
     from hf_burst.layers.dequantized import dequantize_when_read
 
     for layer in model.model.layers:
-        layer.to(device or next(layer.parameters()).device)
+        layer.to(device)
         for name, module in [*layer.named_modules()]:
             if isinstance(module, nn.Linear):
                 dtype = module.weight.dtype

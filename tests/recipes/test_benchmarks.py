@@ -496,17 +496,16 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
     options = ["--device", "cpu", "--shape", "tiny", "--layers", "3", "--lora", "--lengths", "131", "--rounds", "1"]
     options += ["--warmup", "0", "--no-limits", "--contenders", "Transformers, sdpa, Liger's loss", "hf_burst, chosen"]
-    options += [training_contenders.BY_PEFT]
     scripts.run_alone("recipes/benchmarks/training.py", [*options, "--hf-burst", words, "--out", str(out)])
     result = json.loads(out.read_text())
-    theirs, chosen, by_peft, ours = result["results"]
+    theirs, chosen, ours = result["results"]
     assert result["layers"] == 3
     assert result["limits"] == {}
     assert theirs["settings"] is None
-    assert chosen["settings"] == by_peft["settings"] == {"memory": "auto"}
+    assert chosen["settings"] == {"memory": "auto"}
     assert ours["settings"] == {"tiled_mlp": 16, "activation_offloading": 1.0, "head_groups": 2}
     assert ours["contender"] == "hf_burst, tiled_mlp=16, activation_offloading=1.0, head_groups=2"
-    for row in (chosen, by_peft, ours):
+    for row in (chosen, ours):
         assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
         assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
     assert predictions.settings_of(ours) == ours["settings"]
@@ -569,19 +568,6 @@ def test_what_hf_burst_measured_stays() -> None:
     assert job.chosen["tiled_mlp"] == 0
 
 
-@pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])
-def test_who_computes_adapters(name: str, by_peft: bool) -> None:
-    job = make_job(weights="lora")
-    job.tokens = torch.randint(512, (1, 70))
-    adapted = [module for module in job.model.modules() if hasattr(module, "lora_A")]
-    with training_contenders.NAMED[name].way(job) as loss:
-        loss(job).backward()
-        assert [("forward" in vars(layer)) for layer in adapted] == [not by_peft] * 14
-    with training_contenders.burst(job, {}) as loss:
-        loss(job)
-        assert all("forward" in vars(layer) for layer in adapted)
-
-
 LAYER = "--device cpu --tokens 40 --check-tokens 48 --hidden 32 --key-heads 2 --value-heads 4 --head-dim 8 --rounds 1"
 
 
@@ -604,34 +590,18 @@ def test_a_recurrent_layer_is_measured(ranks: Launched, tmp_path: Path) -> None:
     assert [row["failure"] for row in result["checks"][1:]] == [""] * len(ways)
 
 
-def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_a_contender_are_removed() -> None:
     from tests.support import models
 
-    liger = types.ModuleType("liger_kernel.ops.tiled_mlp")
-    calls = []
-
-    def apply_tiled_mlp(function: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
-        calls.append(module)
-        return torch.cat([function(module, part) for part in x.chunk(3, 1)], 1)
-
-    liger.apply_tiled_mlp = apply_tiled_mlp
-    for name in ("liger_kernel", "liger_kernel.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.tiled_mlp", liger)
-    model, tokens = models.make_model("llama"), torch.arange(20)[None]
-    expected = model(tokens).logits
-    with training_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
-        torch.testing.assert_close(model(tokens).logits, expected)
-    assert len(calls) == 2
-    assert not any("forward" in vars(module) for module in model.modules())
+    model, tokens, calls = models.make_model("llama"), torch.arange(20)[None], list[str]()
     model.lm_head.register_forward_hook(lambda *_: calls.append("ours"))
     with training_job.hooks_removed(model):
         model.lm_head.register_forward_hook(lambda *_, **__: calls.append("theirs"), with_kwargs=True, always_call=True)
         model.register_forward_pre_hook(lambda *_: calls.append("theirs"))
         model(tokens)
-    assert calls[2:] == ["theirs", "ours", "theirs"]
+    assert calls == ["theirs", "ours", "theirs"]
     model(tokens)
-    assert calls[5:] == ["ours"]
+    assert calls[3:] == ["ours"]
 
 
 def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,7 +652,6 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--hf-burst", "attention_keep=0.3"], "must be one of 0.0, 0.25"),
         (["--contenders", "accelerate context parallelism, cuDNN"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
-        (["--document", "64"], "with --no-limits"),
         (["--gated-norms"], "for shapes with recurrent layers, not for llama-8b"),
         (["--out", "."], "a folder; give a file"),
     ],

@@ -72,7 +72,7 @@ def test_all_measured_steps_are_predicted(steps: list[predictions.Step]) -> None
     """Seconds within 15 %, memory of torch's allocator within 6 %. Further off, as `sizing.md` says: Gemma 3 (six norms
     a layer), Gemma 4 31B, and hybrids on H100s; Gemma 4 12B and experts by a sixth; memory if weights are offloaded."""
     known = {"gemma-3": 0.25, "gemma-4-31b": 0.27, "gemma-4": 0.17, "qwen3.5": 0.25, "30b-a3b": 0.17, "gpt-oss": 0.17}
-    assert len(steps) >= 60
+    assert len(steps) >= 50
     beginnings = ("texts that begin alike", "whole texts, adapters")  # many of a single step, the first one
     for step in steps:
         worst = next((error for part, error in known.items() if part in (step.file + step.model)), 0.15)

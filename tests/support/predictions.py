@@ -2,7 +2,7 @@
 
     python -m tests.support.predictions    # writes results/predictions.md, docs/how-to/sizing.md
 
-Predicted are all steps of hf_burst in `training_*.json`, `fits_*.json` and `beginnings_*.json` of
+Predicted are all steps of hf_burst in `training_*.json`, `fits_*.json`, `engines_*.json` and `beginnings_*.json` of
 recipes/benchmarks/results. No rate belongs to a case.
 """
 
@@ -25,7 +25,6 @@ from hf_burst.sizing.memory import LOADING, MemoryEstimate, memory_of_step
 from hf_burst.sizing.model import ModelSize, Training
 from hf_burst.sizing.seconds import estimate_seconds
 from hf_burst.sizing.shapes import SHAPES
-from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import config_of
 
 GIB = 2**30
@@ -33,9 +32,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes/benchmarks/results"
 _SIZES: dict[str, ModelSize] = {}  # by config
 PAGE, TABLE = ROOT / "docs/how-to/sizing.md", RESULTS / "predictions.md"
-# inputs of layers that stayed on the GPU when these were measured, and no longer do: next to adapters the embeddings'
-# output, and a shared checkpoint's own next to those that are computed from it
-MORE_INPUTS = {"training_1xH200_lora_32k": 1, "training_1xH200_lora_1m_packed": 2}
 # what fits.py calls them, as [`Training`] has them
 WEIGHTS: dict[str, dict[str, Any]] = {
     "all": {"weights": "fp32"},
@@ -59,18 +55,16 @@ class Step:
     model: str
     length: int
     kept: str
-    seconds: float  # without the host's waits for page-locked memory, once a run
-    waited: float  # such waits; the GPU may have computed meanwhile
+    seconds: float
     predicted_seconds: float
     gib: float
     predicted_gib: float
-    timed: bool = True  # whether seconds compare: no passes of peft that are spared since, nor copies of all weights
+    timed: bool = True  # whether seconds compare: copies of all weights are not predicted
 
     @property
     def time_error(self) -> float:
-        """How far the prediction is above the measured seconds; of a range, above its nearer end, or not at all."""
-        nearest = min(max(self.predicted_seconds, self.seconds), self.seconds + self.waited)
-        return self.predicted_seconds / nearest - 1
+        """How far the prediction is above the measured seconds."""
+        return self.predicted_seconds / self.seconds - 1
 
     @property
     def memory_error(self) -> float:
@@ -79,25 +73,19 @@ class Step:
 
 
 def measured_steps() -> Iterator[Step]:
-    """All measured steps of hf_burst. Their memory is that of torch's allocator, which does not hold symmetric buffers,
-    and the first step of a run ends before the optimizer has its states."""
+    """All measured steps of hf_burst. Their memory is that of torch's allocator, which does not hold symmetric
+    buffers."""
     for file in sorted(RESULTS.glob("training_*.json")):
         result = json.loads(file.read_text())
-        rows = [row for row in result["results"] if "median_s" in row]
-        for row in rows:
-            if settings_of(row) is not None:
-                first = row is rows[0] and len(row["steps"]) == 1 and "--warmup 0" in result["command"]
-                yield _training_step(file.stem, result, row, first)
+        for row in result["results"]:
+            if "median_s" in row and settings_of(row) is not None:
+                yield _training_step(file.stem, result, row)
     latest: dict[tuple[Any, ...], Step] = {}  # with the same settings, of several processes
-    for file in sorted(RESULTS.glob("fits_*.json")):
+    for file in [*sorted(RESULTS.glob("fits_*.json")), *sorted(RESULTS.glob("engines_*H?00_*.json"))]:
         for row in json.loads(file.read_text()):
-            if (
-                row.get("contender", "hf_burst") == "hf_burst"
-                and row["status"] == "ok"
-                and row["chosen"]
-                and len(row["steps"]) > 2
-            ):
-                step = _fits_step(file.stem, row)
+            settings = _chosen_or_named(row)
+            if row["status"] == "ok" and settings is not None and len(row["steps"]) > 2:
+                step = _trainer_step(file.stem, row, settings)
                 latest[step.model, step.device, step.length, step.kept, step.kind] = step
     yield from latest.values()
     for file in sorted(RESULTS.glob("beginnings_*.json")):
@@ -111,35 +99,8 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
     """What a row of a result was trained with, as [`Training`] has it; `None` if it cannot be predicted."""
     if row["contender"] in NAMED:
         return NAMED[row["contender"]]
-    settings = None if row["contender"] == BY_PEFT else row.get("settings")
+    settings = row.get("settings")
     return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
-
-
-def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, Any]:
-    """Predicts a step.
-
-    Args:
-        result (`dict`): A result of training.py.
-        row (`dict`): One of its rows, of hf_burst.
-        layers (`int`, *optional*): How many the model has; those of its shape by default.
-        first (`bool`, defaults to `False`): Whether the step ends before the optimizer has its states.
-
-    Returns:
-        `dict`: Its `seconds` (`None` for devices without a data sheet), `peak_memory_gib` of torch's allocator, which
-        does not hold symmetric buffers, and `host_memory_gib`.
-    """
-    ranks, length, document = result["hardware"]["ranks"], row["length"], result.get("document")
-    training = Training(
-        length,
-        ranks,
-        ranks,
-        documents=(*range(0, length, document), length) if document else (),
-        lora=16 * result["lora"],
-        weights="4bit" if result.get("four_bits") else "bf16",
-        fused=bool(result.get("liger")),
-        **(settings_of(row) or {}),
-    )
-    return _predicted(result, training, layers, first)
 
 
 def size_of(config: PreTrainedConfig) -> ModelSize:
@@ -160,20 +121,17 @@ def as_measured(model: ModelSize, result: dict[str, Any]) -> ModelSize:
     return replace(model, recurrent=tuple(replace(size, **kernels) for size in model.recurrent))
 
 
-def _predicted(result: dict[str, Any], training: Training, layers: int | None, first: bool = False) -> dict[str, Any]:
-    """What [`predict`] returns, of a training."""
+def _predicted(result: dict[str, Any], training: Training) -> dict[str, float]:
+    """The `predicted_seconds` and `predicted_gib` of a step, without symmetric buffers, which are not torch's."""
+    layers, sheet = result["layers"], data_sheet(result["hardware"]["device"])
+    assert sheet is not None, "no result is of another GPU"
     config = config_of(result["shape"], **({} if layers is None else {"num_hidden_layers": layers}))
-    model, sheet = size_of(config), data_sheet(result["hardware"]["device"])
-    model = as_measured(model, result)
-    capacity = capacity_of(sheet) if sheet else Capacity(0, on_gpu=False)
-    if sheet and "ffpa" in result.get("kernel", ""):
+    model, capacity = as_measured(size_of(config), result), capacity_of(sheet)
+    if "ffpa" in result.get("kernel", ""):
         capacity, sheet = replace(capacity, ffpa=True), sheet._replace(widest="ffpa")
-    memory = fullest(model, training, capacity)
-    allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
-        "seconds": estimate_seconds(model, training, sheet).total if sheet else None,
-        "peak_memory_gib": allocated / GIB,
-        "host_memory_gib": memory.host / GIB,
+        "predicted_seconds": estimate_seconds(model, training, sheet).total,
+        "predicted_gib": fullest(model, training, capacity).tensors / GIB,
     }
 
 
@@ -183,34 +141,20 @@ def fullest(model: ModelSize, training: Training, capacity: Capacity) -> MemoryE
     return max((each for each in moments if each.moment != LOADING), key=attrgetter("tensors"))
 
 
-def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first: bool) -> Step:
+def _training_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> Step:
     """A row of training.py."""
-    layers, hardware, settings = result.get("layers"), result["hardware"], settings_of(row) or {}
-    shortest = statistics.median(step["seconds"] - step.get("page_locking_s", 0.0) for step in row["steps"])
-    waited = statistics.median(step["seconds"] for step in row["steps"]) - shortest
-    predicted = predict(result, row, layers, first)
-    if settings.get("activation_offloading"):
-        state = 2 * config_of(result["shape"]).hidden_size * row["length"] / hardware["ranks"] / GIB
-        predicted["peak_memory_gib"] += MORE_INPUTS.get(file, 0) * state
-    adapters = ", QLoRA" if result.get("four_bits") else ", LoRA"
-    plain = not result.get("liger")
-    notes = {"packed documents": result.get("document"), "without Liger": plain, "first step": first}
-    kind = "hybrid" if "hybrid" in result["shape"] else "adapters" if result["lora"] else "all weights"
+    layers, ranks, lora = result["layers"], result["hardware"]["ranks"], result["lora"]
+    settings = {"lora": 16 * lora, "fused": bool(result["liger"]), **(settings_of(row) or {})}
     return Step(
         file=file,
-        kind=f"{kind}, without Liger" if plain else kind,
-        device=f"{hardware['ranks']} x {hardware['device']}",
-        model=result["shape"] + (adapters if result["lora"] else "") + (f", {layers} layers" if layers else ""),
+        kind="hybrid" if "hybrid" in result["shape"] else "adapters" if lora else "all weights",
+        device=f"{ranks} x {result['hardware']['device']}",
+        model=result["shape"] + (", LoRA" if lora else "") + (f", {layers} layers" if layers else ""),
         length=row["length"],
-        kept=", ".join(
-            [row["contender"].removeprefix("hf_burst, "), *(name for name, holds in notes.items() if holds)]
-        ),
-        seconds=shortest,
-        waited=waited if waited > 0.01 * shortest else 0.0,
-        predicted_seconds=predicted["seconds"],
+        kept=row["contender"].removeprefix("hf_burst, "),
+        seconds=row["median_s"],
         gib=row["peak_memory_gib"],
-        predicted_gib=predicted["peak_memory_gib"],
-        timed=not result["lora"] or result.get("adapters") == "hf_burst",
+        **_predicted(result, Training(row["length"], ranks, ranks, **settings)),
     )
 
 
@@ -230,7 +174,6 @@ def _beginnings_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> 
         fused=result["liger"],
         **{name: row["settings"][name] for name in SETTINGS},
     )
-    predicted = _predicted(result, training, result["layers"])
     what = "a pair, LoRA" if training.reference else f"{len(endings)} answers, LoRA"
     return Step(
         file=file,
@@ -240,18 +183,25 @@ def _beginnings_step(file: str, result: dict[str, Any], row: dict[str, Any]) -> 
         length=training.length,
         kept={"shared": "beginning once", "rows": "all of each", "limit": "one text"}[row["contender"]],
         seconds=row["median_s"],
-        waited=0.0,
-        predicted_seconds=predicted["seconds"],
         gib=row["peak_memory_gib"],
-        predicted_gib=predicted["peak_memory_gib"],
+        **_predicted(result, training),
     )
 
 
-def _fits_step(file: str, row: dict[str, Any]) -> Step:
-    """A row of fits.py."""
-    settings, steps = row["chosen"]["settings"], row["steps"][1:]  # the first step compiles
+def _chosen_or_named(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of `Memory` of a row of fits.py or engines.py; `None` if another engine, or peft, computed it."""
+    named = row.get("settings", {}).get("memory", {"activation_offloading": 1.0} if row.get("offload") else None)
+    known = {"engine": "hf_burst", "contender": "hf_burst", "adapters": "hf_burst"}
+    if any(row.get(name, value) != value for name, value in known.items()):
+        return None
+    return row["chosen"]["settings"] if row["chosen"] else named
+
+
+def _trainer_step(file: str, row: dict[str, Any], settings: dict[str, Any]) -> Step:
+    """A row of fits.py or engines.py, with settings of `Memory`."""
+    steps = row["steps"][1:]  # the first one compiles
     kept = ", ".join(f"{name}={value:g}" for name, value in settings.items())
-    length, document = row["length"], row["document"]
+    length, document = row["length"], row.get("document")
     documents = (*range(0, length, document), length) if document else ()
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
     changes = {"num_hidden_layers": row["layers"]} if row["layers"] else {}
@@ -268,6 +218,7 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
         **WEIGHTS[row["weights"]],
         "quantized_experts": row["weights"] == "qlora" and model.fused > 0,
         "offloaded_weights": row.get("offloaded_weights", False),
+        "sharded": "ddp" if row.get("distributed", "").startswith("MULTI") else "fsdp2",
     }
     training = Training(length, ranks, ranks, documents, **settings)
     capacity = capacity_of(sheet)
@@ -281,7 +232,6 @@ def _fits_step(file: str, row: dict[str, Any]) -> Step:
         length=length,
         kept=kept,
         seconds=seconds,
-        waited=0.0,
         predicted_seconds=estimate_seconds(model, training, sheet).total,
         gib=gib,
         predicted_gib=fullest(model, training, capacity).tensors / GIB,
@@ -294,10 +244,8 @@ def table(steps: list[Step]) -> str:
     lines = ["| model | GPUs | tokens | kept for the backward pass | seconds | predicted | GiB | predicted |"]
     lines.append("|---|---|---:|---|---:|---:|---:|---:|")
     for step in steps:
-        error = f"{step.time_error:+.0%}" if step.time_error else "within"
-        predicted = f"{step.predicted_seconds:.2f} ({error})" if step.timed else ""
-        longest = f" to {step.seconds + step.waited:.2f}" if step.waited else ""
-        cells = [step.model, step.device, f"{step.length:,}", step.kept, f"{step.seconds:.2f}{longest}", predicted]
+        predicted = f"{step.predicted_seconds:.2f} ({step.time_error:+.0%})" if step.timed else ""
+        cells = [step.model, step.device, f"{step.length:,}", step.kept, f"{step.seconds:.2f}", predicted]
         cells += [f"{step.gib:.1f}", f"{step.predicted_gib:.1f} ({step.memory_error:+.0%})"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

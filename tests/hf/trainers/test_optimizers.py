@@ -95,7 +95,7 @@ def test_optimizers_over_ranks(ranks: Ranks, tmp_path: Any, name: str) -> None:
 def adapters_on_four_bits(rank: int, size: int, patched: bool) -> list[torch.Tensor]:
     """The loss and the gradients of adapters beside weights of 4 bits."""
     batch, model = models.make_batch("packed", LENGTH), models.make_model("llama", layers=4).train()
-    quantise(model)
+    quantise(model, torch.device("cpu"))
     model.enable_input_require_grads()
     torch.manual_seed(1)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
