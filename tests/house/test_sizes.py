@@ -13,7 +13,7 @@ LINES = {
     "hf/models": 1_477,
     "hf/parts": 3_147,
     "hf/spread": 639,
-    "hf/trainers": 1_335,
+    "hf/trainers": 1_350,
     "kernels": 1_761,
     "layers": 1_710,
     "plan": 2_200,
@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_472,
 }
 RECIPES = 10_177  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 132_057, 0.17, 1_489, 282
+NODES, TUPLES, REFUSING, RAISES = 132_160, 0.17, 1_489, 282
 
 
 def test_rooms_keep_to_their_numbers() -> None:

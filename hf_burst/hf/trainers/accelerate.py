@@ -2,12 +2,14 @@
 
 import logging
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
 
+import numpy
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
@@ -175,8 +177,9 @@ class _Shared:
             accelerator.state.ds_device_mesh = mesh
         self.generating = GroupTraining(trainer, accelerator, size) if role == "generates" else None
         self.distilling = Distillation(trainer, accelerator, size) if role == "distills" else None
+        wrap_steps(accelerator, load_state=self.restore)
         if trainer is not None:
-            wrap_steps(trainer, evaluation_loop=self.evaluate)
+            wrap_steps(trainer, evaluation_loop=self.evaluate, _load_rng_state=self.restore)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -252,6 +255,18 @@ class _Shared:
         if is_compiled_module(self.trainer.model_wrapped):
             self.trainer.model_wrapped = wrapped  # train() would take the compiled model for one in DDP
         return found
+
+    def restore(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Loads states, and gives the first rank's random numbers to its group. A rank for which the checkpoint has
+        none, or those of another group, would draw other batches."""
+        group = ContextGroup.from_mesh(self.accelerator.torch_device_mesh[CP_DIM])
+        with group.agreeing(self.accelerator.device, doing := "the loading of random states"):
+            method(*args, **kwargs)
+        own = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        first = group.gather(own, self.accelerator.device, doing)[0]
+        random.setstate(first[0])
+        numpy.random.set_state(first[1])
+        torch.set_rng_state(first[2])
 
     def gather(self, tensors: Any) -> Any:
         """Gathers for `Accelerator.gather_for_metrics`."""

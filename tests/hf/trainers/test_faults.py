@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -328,6 +330,29 @@ def test_other_ranks_go_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, be
             assert found.pop("start") == "checkpoint-4"
             for key in KEYS:
                 assert found[key] == (wanted[key] if case is before else pytest.approx(wanted[key], rel=2e-5)), key
+
+
+def test_ranks_that_were_added_draw_the_same_batches(ranks: Ranks, tmp_path: Path) -> None:
+    """By a sampler that draws from the random state of the process, at the beginning of the second epoch."""
+    options = {"train_sampling_strategy": "group_by_length"}
+    wanted = ranks(2).run(resumed_with, str(tmp_path / "whole"), Case(), options)[0]
+    folder = copy(tmp_path / "whole", tmp_path / "more", 3)
+    for found in ranks(4).run(resumed_with, folder, Case(burst=4), options):
+        assert found["start"] == "checkpoint-3"
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
+
+
+def numbers_after_loading(rank: int, size: int, folder: str, save: bool) -> list[float]:
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7 if save else rank)
+    accelerator.save_state(folder) if save else accelerator.load_state(folder)
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_ranks_that_load_a_state_of_fewer_have_its_random_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks(2).run(numbers_after_loading, str(tmp_path), True)[0]
+    assert ranks(4).run(numbers_after_loading, str(tmp_path), False) == [wanted] * 4
 
 
 def finished_again(rank: int, size: int, folder: str) -> None:
