@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -430,6 +431,31 @@ def test_fsdp2_gathers_weights_once(ranks: Ranks) -> None:
 
 def one_rank_differs(rank: int, size: int, kind: str) -> None:
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
+def one_group_fails(rank: int, size: int) -> tuple[str, int]:
+    """Groups that share weights do not wait for each other after each token."""
+    number = rank // 2
+    model, prompt = make("llama"), prompt_of(19 + number, False)["input_ids"]
+    options = GREEDY | {"max_new_tokens": 5 + 4 * number}
+    wanted = model.generate(prompt, **options)
+    hf_burst.patch_model(model, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"])
+    fully_shard(model)
+    told = ""
+    try:
+        hf_burst.generate(
+            model, prompt, logits_processor=[_RaisingProcessor(KeyError() if number else None)], **options
+        )
+    except KeyError as problem:
+        told = repr(problem)
+    assert torch.equal(hf_burst.generate(model, prompt, **options), wanted)
+    return told, rank
+
+
+def test_an_error_of_one_group_of_those_that_share_weights() -> None:
+    pool = RankPool(4)
+    assert pool.run(one_group_fails, timeout=60.0) == [("", 0), ("", 1), ("KeyError()", 2), ("KeyError()", 3)]
+    pool.close()
+
+
     if kind == "prompt":
         prompt = prompt.roll(rank, 1)
     elif kind == "shape":
