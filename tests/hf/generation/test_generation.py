@@ -18,11 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteria,
 )
@@ -429,8 +431,6 @@ def test_fsdp2_gathers_weights_once(ranks: Ranks) -> None:
     ranks(2).run(with_sharded_weights)
 
 
-def one_rank_differs(rank: int, size: int, kind: str) -> None:
-    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
 def one_group_fails(rank: int, size: int) -> tuple[str, int]:
     """Groups that share weights do not wait for each other after each token."""
     number = rank // 2
@@ -456,6 +456,8 @@ def test_an_error_of_one_group_of_those_that_share_weights() -> None:
     pool.close()
 
 
+def one_rank_differs(rank: int, size: int, kind: str) -> None:
+    model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
     if kind == "prompt":
         prompt = prompt.roll(rank, 1)
     elif kind == "shape":
@@ -787,3 +789,19 @@ def test_criteria_that_count_tokens_keep_their_meaning() -> None:
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
     found = hf_burst.generate(model, prompt, stopping_criteria=[MaxLengthCriteria(22)], **GREEDY)
     assert found.shape == (2, 22)
+
+
+def instead_of_settings(rank: int, size: int) -> None:
+    """As in Transformers, criteria replace those that settings make of their type."""
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    settings: dict[str, Any] = {**GREEDY, "eos_token_id": [*range(3, 60)], "max_time": 1e-9}
+    given = [MaxLengthCriteria(40), EosTokenCriteria(torch.tensor([2])), MaxTimeCriteria(1e9)]
+    wanted = model.generate(prompt, stopping_criteria=given, **settings)
+    assert wanted.shape == (2, 40)
+    hf_burst.patch_model(model)
+    found = hf_burst.generate(model, prompt, stopping_criteria=None if rank else given, **settings)
+    assert torch.equal(found, wanted)
+
+
+def test_criteria_instead_of_settings(ranks: Ranks) -> None:
+    ranks(2).run(instead_of_settings, timeout=60.0)
