@@ -805,3 +805,20 @@ def instead_of_settings(rank: int, size: int) -> None:
 
 def test_criteria_instead_of_settings(ranks: Ranks) -> None:
     ranks(2).run(instead_of_settings, timeout=60.0)
+
+
+def by_hand(rank: int, size: int) -> None:
+    """A loop of the user's own goes on with the cache of an answer, without gradients."""
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    wanted = model.generate(prompt, **GREEDY | {"max_new_tokens": 10})
+    hf_burst.patch_model(model)
+    answers = [hf_burst.generate(model, prompt, **GREEDY, return_dict_in_generate=True) for _ in range(2)]
+    with torch.no_grad():
+        logits = model(answers[0].sequences[:, -1:], past_key_values=answers[0].past_key_values).logits
+    assert torch.equal(logits.argmax(-1), wanted[:, -1:])
+    with pytest.raises(BatchError, match="no_grad"):
+        model(answers[1].sequences[:, -1:], past_key_values=answers[1].past_key_values)
+
+
+def test_a_loop_of_the_users_own(ranks: Ranks) -> None:
+    ranks(2).run(by_hand)
