@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..attention.shared_keys import Exchange, Expand, Keys, attend_to_shared, exchanged
-from ..errors import UnsupportedModelError
+from ..errors import BatchError, UnsupportedModelError
 from ..kernels import Scores
 from ..layers.surroundings import instead
 from ..plan import MaskPattern
@@ -235,6 +235,8 @@ class Stepping:
     ) -> Tensor:
         """Returns the attention of new queries over the keys of the prompt and of new tokens on all ranks."""
         query, key, value = states
+        if any(state.requires_grad for state in states):
+            raise BatchError("Tokens behind a cache over ranks have no gradient. Call the model in torch.no_grad().")
         layer, expand = layer_of(self.layers, module, key, value)
         held = [] if layer.document is None else [replace(layer.document, expand=expand)]
         if layer.count and layer.keys is not None and layer.values is not None:

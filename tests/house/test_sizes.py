@@ -7,9 +7,9 @@ LINES = {
     "attention": 1_182,
     "check": 1_133,
     "cli": 1_169,
-    "hf": 2_410,
+    "hf": 2_412,
     "hf/batches": 1_088,
-    "hf/generation": 1_444,
+    "hf/generation": 1_449,
     "hf/models": 1_477,
     "hf/parts": 3_147,
     "hf/spread": 639,
@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_472,
 }
 RECIPES = 10_177  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 132_160, 0.17, 1_489, 282
+NODES, TUPLES, REFUSING, RAISES = 132_234, 0.17, 1_490, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

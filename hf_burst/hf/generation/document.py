@@ -212,7 +212,7 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
     known = about(base)  # gathers sharded weights, so all ranks must arrive here
     group.agree(known, None, device, doing="remember")
     cache = ShardedCache(group)
-    input_ids = input_ids.to(device)
+    input_ids = input_ids.to(device, copy=True)
     logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
     return Document(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ...errors import LostRankError, RankMismatchError
 from ...ranks.group import ContextGroup
 from ..parts.key_cache import same_tokens
 from ..sharded_cache import ShardedCache
+
+_NEVER: dict[Any, int] = {MaxLengthCriteria: 2**62, EosTokenCriteria: -1}  # values by which they never stop
 
 
 class EachToken(StoppingCriteria):
@@ -28,7 +30,9 @@ class EachToken(StoppingCriteria):
         self.compared = cache.get_seq_length()  # cache length at the last comparison of tokens
         cache.compares = not cache.is_read  # questions to a document are compared before their pass
         ends: Any = next((each for each in criteria if hasattr(each, "eos_token_id")), None)
-        self.stops, pads = group.gather((bool(criteria), ends is not None), device, "generate")[0]
+        kinds = [kind for kind in _NEVER if kind in map(type, criteria)]
+        self.stops, pads, kinds = group.gather((bool(criteria), ends is not None, kinds), device, "generate")[0]
+        self.in_place = [kind(_NEVER[kind]) for kind in kinds]  # a user's criterion replaces generate's own of its type
         if pads:  # generate pads finished rows only if this attribute exists
             self.eos_token_id = getattr(ends, "eos_token_id", None)
 

@@ -13,15 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteria,
 )
@@ -428,6 +431,31 @@ def test_fsdp2_gathers_weights_once(ranks: Ranks) -> None:
     ranks(2).run(with_sharded_weights)
 
 
+def one_group_fails(rank: int, size: int) -> tuple[str, int]:
+    """Groups that share weights do not wait for each other after each token."""
+    number = rank // 2
+    model, prompt = make("llama"), prompt_of(19 + number, False)["input_ids"]
+    options = GREEDY | {"max_new_tokens": 5 + 4 * number}
+    wanted = model.generate(prompt, **options)
+    hf_burst.patch_model(model, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"])
+    fully_shard(model)
+    told = ""
+    try:
+        hf_burst.generate(
+            model, prompt, logits_processor=[_RaisingProcessor(KeyError() if number else None)], **options
+        )
+    except KeyError as problem:
+        told = repr(problem)
+    assert torch.equal(hf_burst.generate(model, prompt, **options), wanted)
+    return told, rank
+
+
+def test_an_error_of_one_group_of_those_that_share_weights() -> None:
+    pool = RankPool(4)
+    assert pool.run(one_group_fails, timeout=60.0) == [("", 0), ("", 1), ("KeyError()", 2), ("KeyError()", 3)]
+    pool.close()
+
+
 def one_rank_differs(rank: int, size: int, kind: str) -> None:
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
     if kind == "prompt":
@@ -761,3 +789,36 @@ def test_criteria_that_count_tokens_keep_their_meaning() -> None:
     model, prompt = models.patch(make("llama")), prompt_of(19, False)["input_ids"]
     found = hf_burst.generate(model, prompt, stopping_criteria=[MaxLengthCriteria(22)], **GREEDY)
     assert found.shape == (2, 22)
+
+
+def instead_of_settings(rank: int, size: int) -> None:
+    """As in Transformers, criteria replace those that settings make of their type."""
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    settings: dict[str, Any] = {**GREEDY, "eos_token_id": [*range(3, 60)], "max_time": 1e-9}
+    given = [MaxLengthCriteria(40), EosTokenCriteria(torch.tensor([2])), MaxTimeCriteria(1e9)]
+    wanted = model.generate(prompt, stopping_criteria=given, **settings)
+    assert wanted.shape == (2, 40)
+    hf_burst.patch_model(model)
+    found = hf_burst.generate(model, prompt, stopping_criteria=None if rank else given, **settings)
+    assert torch.equal(found, wanted)
+
+
+def test_criteria_instead_of_settings(ranks: Ranks) -> None:
+    ranks(2).run(instead_of_settings, timeout=60.0)
+
+
+def by_hand(rank: int, size: int) -> None:
+    """A loop of the user's own goes on with the cache of an answer, without gradients."""
+    model, prompt = make("llama"), prompt_of(19, False)["input_ids"]
+    wanted = model.generate(prompt, **GREEDY | {"max_new_tokens": 10})
+    hf_burst.patch_model(model)
+    answers = [hf_burst.generate(model, prompt, **GREEDY, return_dict_in_generate=True) for _ in range(2)]
+    with torch.no_grad():
+        logits = model(answers[0].sequences[:, -1:], past_key_values=answers[0].past_key_values).logits
+    assert torch.equal(logits.argmax(-1), wanted[:, -1:])
+    with pytest.raises(BatchError, match="no_grad"):
+        model(answers[1].sequences[:, -1:], past_key_values=answers[1].past_key_values)
+
+
+def test_a_loop_of_the_users_own(ranks: Ranks) -> None:
+    ranks(2).run(by_hand)

@@ -210,6 +210,14 @@ def test_answers_leave_the_document_as_it_was(ranks: Ranks) -> None:
     ranks(2).run(document_stays)
 
 
+def test_a_document_keeps_its_tokens() -> None:
+    model, buffer = models.patch(make("llama")), document_of(33)
+    read, options = hf_burst.remember(model, buffer), {"repetition_penalty": 3.0, **GREEDY}
+    first = hf_burst.generate(model, **questions(), document=read, **options)
+    buffer.fill_(7)
+    assert torch.equal(hf_burst.generate(model, **questions(), document=read, **options), first)
+
+
 def test_weights_that_changed() -> None:
     model = hf_burst.patch_model(get_peft_model(make("llama"), LoraConfig(target_modules="all-linear")).eval())
     read = hf_burst.remember(model, document_of(9))
