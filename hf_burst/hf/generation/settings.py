@@ -55,8 +55,8 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
 def outermost(model: nn.Module) -> nn.Module:
     """Returns what to call for a pass of the patched model inside a model: around it, as for adapters, FSDP2 may gather
     weights, too."""
-    around = (unit for unit in ModelView(model).units_of_fsdp2 if find_inside(unit, PATCH))
-    return next(around, patched(model)[0])
+    units: list[Any] = list(ModelView(model).units_of_fsdp2)
+    return next((unit for unit in units if find_inside(unit, PATCH)), patched(model)[0])
 
 
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
