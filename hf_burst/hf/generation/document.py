@@ -25,7 +25,7 @@ from ..parts.rope import follows_length
 from ..parts.tokens import numbers_tokens
 from ..sharded_cache import ShardedCache
 from ..view import ModelView, device_of
-from .settings import cache_key, check, patched
+from .settings import cache_key, check, outermost, patched
 
 _ABOUT, _DOCUMENT = "memory.json", "document.safetensors"
 _HELD = ("keys", "values", "positions")
@@ -213,7 +213,8 @@ def remember(model: nn.Module, input_ids: Tensor) -> Document:
     group.agree(known, None, device, doing="remember")
     cache = ShardedCache(group)
     input_ids = input_ids.to(device, copy=True)
-    logits = base(input_ids=input_ids, **{cache_key(base): cache}, use_cache=True, logits_to_keep=1).logits[:, -1:]
+    inputs: dict[str, Any] = {"input_ids": input_ids, cache_key(base): cache}
+    logits = outermost(model)(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1:]
     layers = tuple(layer.document for layer in cache.layers)
     return Document(input_ids, logits.clone(), layers, group, {**known, "layers": len(layers)})
 

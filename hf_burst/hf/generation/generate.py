@@ -119,7 +119,7 @@ def generate(
     graphs = cuda_graphs and setting(base, kwargs, "cuda_graphs") is not False  # trainers give a config
     changing = any(kwargs.get(name) for name in _OF_USERS)
     steps = stepping(base, cache, changing) if graphs else nullcontext()
-    with same_random_numbers(group, device), gathered_once(base), steps, without_rope_deltas(base):
+    with same_random_numbers(group, device), gathered_once(model), steps, without_rope_deltas(base):
         try:
             found = base.generate(**own | {cache_key(base): cache})  # type: ignore[operator]
         except BaseException as problem:  # including KeyboardInterrupt
@@ -193,14 +193,17 @@ def same_random_numbers(group: ContextGroup, device: torch.device) -> Iterator[N
 
 @contextmanager
 def gathered_once(model: nn.Module) -> Iterator[None]:
-    """Makes FSDP2 keep the weights that the first pass gathers, until the end. Every rank then holds all weights, so
-    ranks that share weights but no prompt may generate different numbers of tokens."""
+    """Has FSDP2 gather all weights, those around the model that generates, too, and keep them until the end. Ranks
+    that share weights but no prompt may then generate different numbers of tokens."""
     modules = ModelView(model).units_of_fsdp2
     states: list[Any] = [module._get_fsdp_state() for module in modules]  # torch has no public accessor
     before = [(state, state._auto_reshard_after_forward) for state in states]
     groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
+    for state, module in zip(states, modules, strict=True):
+        state._lazy_init()  # the outermost first
+        module.unshard()
     try:
         yield
     finally:

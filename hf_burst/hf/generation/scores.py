@@ -19,7 +19,7 @@ from ..parts.tokens import check_ranges
 from ..spread.value import Spread
 from ..view import device_of, is_partitioned, is_sharded_head
 from .document import Document, with_document
-from .settings import cache_key, check, evaluating, patched
+from .settings import cache_key, check, evaluating, outermost, patched
 
 # vocabulary-sized tensors per token that a divergence needs at a time
 _WIDE = {"forward_kl": 6, "reverse_kl": 6, "jsd": 12}
@@ -197,7 +197,7 @@ def _behind(model: nn.Module, batch: Mapping[str, Any], facts: dict[str, Any], d
         found.add("answers (checksum)", checksum(batch))
     document.check(base, group)
     new = labels.shape[1]
-    logits = base(
+    logits = outermost(model)(
         input_ids=whole[:, -new:],
         attention_mask=shown,
         position_ids=(shown.cumsum(1) - 1).clamp(min=0)[:, -new:],

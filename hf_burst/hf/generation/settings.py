@@ -52,6 +52,13 @@ def patched(model: nn.Module) -> tuple[PreTrainedModel, ContextGroup]:
     return found, resolve_group(getattr(found, PATCH).group)
 
 
+def outermost(model: nn.Module) -> nn.Module:
+    """Returns what to call for a pass of the patched model inside a model: around it, as for adapters, FSDP2 may gather
+    weights, too."""
+    units: list[Any] = list(ModelView(model).units_of_fsdp2)
+    return next((unit for unit in units if find_inside(unit, PATCH)), patched(model)[0])
+
+
 def check(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """Raises for unsupported models and arguments."""
     cache_key(model)

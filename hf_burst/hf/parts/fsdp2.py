@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ..forward_pass import ForwardPass
-from ..view import ModelView
+from ..view import ModelView, inner_modules
 from .base import Outputs, Part
 
 
@@ -32,7 +32,8 @@ class Fsdp2(Part):
     late rank then wrote over the weights that were gathered there next.
 
     accelerate wraps the classes that Transformers names, and fails if the model lacks one of them, as Gemma 3 lacks
-    SigLIP's text tower. It gets the names of those that are there.
+    SigLIP's text tower. It gets the names of those that are there, without embeddings, as BERT names its own, because
+    it wraps the tokens' by themselves.
 
     TRL reads the weight of a head, which FSDP2 gathers only for a call. If it is a unit of its own, as beside towers or
     in `modules_to_save`, TRL gathers a copy, whose gradients nobody averages. So a head that learns is gathered here,
@@ -45,7 +46,9 @@ class Fsdp2(Part):
         self.read: list[FSDPModule] = []  # units of a head that this pass does not call
 
     def install(self, view: ModelView) -> None:
-        names = {kind.__name__ for kind in view.classes} & set(view.root._no_split_modules or ())
+        embeddings, named = view.root.get_input_embeddings(), set(view.root._no_split_modules or ())
+        inner = (module for module in view.modules if embeddings not in inner_modules(module))
+        names = {type(module).__name__ for module in inner} & named
         if names:
             self.named, view.root._no_split_modules = view.root._no_split_modules, names
 

@@ -28,6 +28,7 @@ from ...errors import BatchError, ConfigError
 from ...ranks.group import CP_DIM, ContextGroup, set_timeout
 from ...ranks.host import SIZE_VARIABLE, host_id, misplaced, size_from_env
 from ..admission import TRAINERS, trainer_role, trl_classes
+from ..batches.collator import BurstCollator
 from ..callers import MAKING, trainer_among
 from ..groups import PATCH, check_processes
 from ..parts.expert_ranks import weights_of_experts
@@ -148,6 +149,8 @@ class BurstParallelismConfig(ParallelismConfig):
         check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
+        else:
+            accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator)
 
 
 class _Shared:
@@ -282,6 +285,13 @@ def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: An
     for _ in range(batches if prepared.step_with_optimizer and prepared.gradient_state.sync_gradients else 1):
         if prepared.scheduler._step_count <= getattr(prepared.scheduler, "total_steps", math.inf):
             AcceleratedScheduler.step(prepared, *args, **kwargs)
+
+
+def _prepare_data_loader(accelerator: Accelerator, loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+    """Has each rank read a stream that [`BurstCollator`] shards, because accelerate cannot send its batches."""
+    if isinstance(getattr(loader.collate_fn, "data_collator", loader.collate_fn), BurstCollator):
+        accelerator.dataloader_config.dispatch_batches = False
+    return Accelerator.prepare_data_loader(accelerator, loader, *args, **kwargs)
 
 
 def _divide_by_group(sampler: Any, ranks: int, size: int) -> None:

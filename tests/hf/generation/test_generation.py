@@ -39,6 +39,7 @@ from hf_burst.hf.view import ModelView
 from hf_burst.ranks.watch import Watch
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
+from tests.support.trainers import lora_config
 
 Ranks = Callable[[int], RankPool]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
@@ -429,6 +430,34 @@ def with_sharded_weights(rank: int, size: int) -> None:
 
 def test_fsdp2_gathers_weights_once(ranks: Ranks) -> None:
     ranks(2).run(with_sharded_weights)
+
+
+def with_sharded_adapters(rank: int, size: int) -> None:
+    """The outermost unit is that of peft, which `generate` of the model inside does not call."""
+    from peft import get_peft_model
+
+    model, prompt = get_peft_model(make("llama"), lora_config()).eval(), prompt_of(19, False)["input_ids"][:1]
+    question = torch.cat([prompt, prompt[:, :5]], 1)
+    wanted = [model.generate(input_ids=ids, **GREEDY) for ids in (prompt, question)]
+    scores = torch.nn.functional.cross_entropy(model(question).logits[0, 18:-1], question[0, 19:], reduction="none")
+    models.patch(model, group=torch.distributed.group.WORLD)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert torch.equal(hf_burst.generate(model, prompt, **GREEDY), wanted[0])
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    document = hf_burst.remember(model, prompt)
+    answer = hf_burst.generate(model, question[:, 19:], document=document, **GREEDY)
+    assert torch.equal(answer, wanted[1][:, 19:])
+    batch = {"input_ids": question[:, 19:], "labels": question[:, 19:]}
+    torch.testing.assert_close(hf_burst.token_losses(model, batch, document=document)[0], scores)
+    model.train()
+    model(**models.make_batch("plain")).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+
+
+def test_fsdp2_gathers_weights_around_adapters(ranks: Ranks) -> None:
+    ranks(2).run(with_sharded_adapters)
 
 
 def one_group_fails(rank: int, size: int) -> tuple[str, int]:

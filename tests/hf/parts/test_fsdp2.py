@@ -1,5 +1,6 @@
 """Under FSDP2 a loss keeps its dtype, and a backward pass ends behind what was gathered."""
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import DistributedType, PartialState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,7 @@ from hf_burst.hf.parts import fsdp2
 from hf_burst.hf.view import is_sharded_head
 from tests.hf.test_wrappers import make_trainee, whole
 from tests.support import models
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, reset_accelerate
 from tests.support.tiny_models import tiny_model
 
 Ranks = Callable[[int], RankPool]
@@ -90,6 +92,31 @@ def test_accelerate_finds_the_layers_that_are_there(name: str) -> None:
     assert type(model.get_decoder().layers[0]) in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
     hf_burst.unpatch_model(model)
     assert model._no_split_modules == names
+
+
+def encode(rank: int, size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of an encoder that accelerate shards, and its gradients."""
+    reset_accelerate()
+    model, batch = models.make_model("modernbert"), models.make_batch("plain")
+    if size > 1:
+        hf_burst.patch_model(model)
+        with mock.patch.dict(os.environ, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"):
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+            mesh = hf_burst.BurstParallelismConfig()
+            accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=mesh)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    loss = model.train()(**batch).loss
+    loss.backward()
+    return float(loss.detach()), {path: whole(weight.grad) for path, weight in model.named_parameters()}
+
+
+def test_accelerate_shards_embeddings_once(ranks: Ranks) -> None:
+    """Transformers names the module around an encoder's embeddings, too, and accelerate fails at those inside."""
+    wanted = encode(0, 1)
+    for found in ranks(2).run(encode):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_torch_waits_itself_from_2_15_on() -> None:

@@ -286,6 +286,22 @@ def test_iterable_datasets(ranks: Ranks, tmp_path: Path, trainer: str, kind: str
         trainers.compare(found, wanted)
 
 
+def train_on_removed_columns(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    trainer = make_trainer(case, folder, Stream())
+    trainer.args.remove_unused_columns = True  # by a collator around that of the user
+    return trainers.finish(trainer)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_stream_is_sharded_in_groups_of_one(ranks: Ranks, tmp_path: Path, data: int) -> None:
+    """As torchrun starts them: accelerate would have the first rank send its batches."""
+    case = Case(explicit=True, data=data, burst=1)
+    wanted = train_on_stream(0, 1, str(tmp_path), case.alone, "torch")
+    for function, arguments in ((train_on_stream, (case, "torch")), (train_on_removed_columns, (case,))):
+        for found in ranks(data).run(function, str(tmp_path), *arguments):
+            trainers.compare(found, wanted)
+
+
 def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[list[int]]:
     """The tokens that a raw loop reads."""
     accelerator = Accelerator(
