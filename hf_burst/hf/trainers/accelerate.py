@@ -19,7 +19,7 @@ from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
@@ -206,7 +206,7 @@ class _Shared:
             self.generating.begin()
         elif self.distilling is None:
             _check_offline(self.trainer)
-        self.accelerator.dataloader_config.dispatch_batches = False  # ranks of a group need the same batch
+        _read_by_ranks(self.accelerator, data_loader)  # those of a group need the same batch
         seeded = data_loader.worker_init_fn
         if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group need the same seed
             group = self.accelerator.process_index // self.size
@@ -290,8 +290,29 @@ def _step(prepared: AcceleratedScheduler, batches: int, *args: Any, **kwargs: An
 def _prepare_data_loader(accelerator: Accelerator, loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
     """Has each rank read a stream that [`BurstCollator`] shards, because accelerate cannot send its batches."""
     if isinstance(getattr(loader.collate_fn, "data_collator", loader.collate_fn), BurstCollator):
-        accelerator.dataloader_config.dispatch_batches = False
+        _read_by_ranks(accelerator, loader)
     return Accelerator.prepare_data_loader(accelerator, loader, *args, **kwargs)
+
+
+def _read_by_ranks(accelerator: Accelerator, loader: DataLoader) -> None:
+    """Has each rank read a stream and take its rows, where accelerate would have the first rank send them."""
+    accelerator.dataloader_config.dispatch_batches = False
+    if hasattr(loader.dataset, "n_shards"):  # a stream of `datasets`
+        vars(loader)["dataset"] = _InOrder(loader.dataset)
+
+
+class _InOrder(IterableDataset[Any]):
+    """A stream of `datasets` without its shards, of which accelerate would give some to each group. Groups would end
+    apart, so that evaluation waits for ever, and have other rows than one process in a step."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.stream.set_epoch(epoch)
 
 
 def _divide_by_group(sampler: Any, ranks: int, size: int) -> None:

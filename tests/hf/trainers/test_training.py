@@ -261,7 +261,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def stream(kind: str) -> Any:
-    return Stream() if kind == "torch" else trainers.table("padded").to_iterable_dataset().with_format("torch")
+    shards = 2 if kind == "shards" else 1
+    return Stream() if kind == "torch" else trainers.table("padded").to_iterable_dataset(shards).with_format("torch")
 
 
 def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) -> dict[str, Any]:
@@ -273,6 +274,7 @@ def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) ->
     [
         ("Trainer", "torch", 1),
         ("SFTTrainer", "datasets", 2),
+        ("SFTTrainer", "shards", 2),
         pytest.param("Trainer", "datasets", 2, marks=pytest.mark.full),
         pytest.param("SFTTrainer", "datasets", 1, marks=pytest.mark.full),
         pytest.param("Trainer", "torch", 2, marks=pytest.mark.full),
@@ -320,7 +322,7 @@ def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[
 
 @pytest.mark.parametrize(
     ("kind", "dispatch"),
-    [("torch", None), ("torch", True), pytest.param("datasets", None, marks=pytest.mark.full)],
+    [("torch", None), ("torch", True), ("shards", None), pytest.param("datasets", None, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, dispatch: bool | None, data: int) -> None:
