@@ -104,7 +104,8 @@ def generate(
     if setting(base, kwargs, "use_cache") is False:  # a config says so
         own = with_settings(own, use_cache=True)
     own |= {name: None for name in OF_OTHER_CACHES if setting(base, kwargs, name)}
-    own["synced_gpus"] = False  # Transformers would wait for all ranks of FSDP2 after each token
+    if ModelView(base).units_of_fsdp2:  # gathered once, so ranks need not wait for each other after each token
+        own["synced_gpus"] = False
     streamer = own.pop("streamer", None)
     criteria = list(own.get("stopping_criteria") or ())
     limit = setting(base, kwargs, "max_time")
