@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 gpus=${GPUS:-2} port=${PORT:-29500} script=recipes/benchmarks/engines.py
 configured() { accelerate launch --config_file "recipes/configs/accelerate_$1.yaml" --num_processes "$gpus" --main_process_port "$port" "${@:2}"; }
-plain() { torchrun --nproc-per-node "$gpus" --master-port "$port" "$@"; }
+plain() { if [ "$gpus" = 1 ]; then "$@"; else torchrun --no-python --nproc-per-node "$gpus" --master-port "$port" "$@"; fi; }
 unsloth_first="import unsloth, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 export -f configured plain
 export gpus port script unsloth_first HF_HUB_OFFLINE=1
@@ -16,11 +16,11 @@ train() { # ENGINE OPTIONS...
     case $1 in
         one-gpu) python "$script" --engine one-gpu "${@:2}" ;;
         hf_burst | torch | torch-cudnn) configured fsdp2 "$script" --engine "$@" ;;
-        hf_burst-ddp) plain "$script" --engine hf_burst "${@:2}" ;;
+        hf_burst-ddp) plain python "$script" --engine hf_burst "${@:2}" ;;
         deepspeed) configured zero3 "$script" --engine "$@" ;;
         unsloth*) PYTHONPATH=$WITH_UNSLOTH UNSLOTH_FLASH_ATTENTION_IMPL=fa4 \
-            plain --no-python python -c "$unsloth_first" "$script" --engine "$@" --no-liger ;;
-        ms-swift) PYTHONPATH=$WITH_SWIFT USE_HF=1 CELOSS_PARALLEL_SIZE=4096 plain "$script" --engine "$@" ;;
+            plain python -c "$unsloth_first" "$script" --engine "$@" --no-liger ;;
+        ms-swift) PYTHONPATH=$WITH_SWIFT USE_HF=1 CELOSS_PARALLEL_SIZE=4096 plain python "$script" --engine "$@" ;;
         *) echo "unknown engine $1" >&2; return 2 ;;
     esac
 }

@@ -9,11 +9,11 @@ LINES = {
     "cli": 1_169,
     "hf": 2_412,
     "hf/batches": 1_088,
-    "hf/generation": 1_460,
+    "hf/generation": 1_461,
     "hf/models": 1_477,
     "hf/parts": 3_150,
     "hf/spread": 639,
-    "hf/trainers": 1_381,
+    "hf/trainers": 1_385,
     "kernels": 1_761,
     "layers": 1_710,
     "plan": 2_200,
@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_472,
 }
 RECIPES = 10_177  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 132_436, 0.17, 1_490, 283
+NODES, TUPLES, REFUSING, RAISES = 132_476, 0.17, 1_490, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -104,12 +104,13 @@ def generate(
     if setting(base, kwargs, "use_cache") is False:  # a config says so
         own = with_settings(own, use_cache=True)
     own |= {name: None for name in OF_OTHER_CACHES if setting(base, kwargs, name)}
-    own["synced_gpus"] = False  # Transformers would wait for all ranks of FSDP2 after each token
+    own |= {"synced_gpus": False} if ModelView(base).units_of_fsdp2 else {}  # weights are gathered once, before tokens
     streamer = own.pop("streamer", None)
     criteria = list(own.get("stopping_criteria") or ())
     limit = setting(base, kwargs, "max_time")
     if limit is not None:  # the ranks' clocks differ, so the first rank's counts, as for other criteria
-        criteria += [MaxTimeCriteria(limit)] * (MaxTimeCriteria not in map(type, criteria))
+        if MaxTimeCriteria not in map(type, criteria):
+            criteria.append(MaxTimeCriteria(limit))
         own = with_settings(own, max_time=None) | {"max_time": None}  # neither the config nor the argument sets it
     each = EachToken(criteria, group, device, cache)
     own["stopping_criteria"] = StoppingCriteriaList([each, *each.in_place])

@@ -260,13 +260,17 @@ class _Shared:
         return found
 
     def restore(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Loads states, and gives the first rank's random numbers to its group. A rank for which the checkpoint has
-        none, or those of another group, would draw other batches."""
-        group = ContextGroup.from_mesh(self.accelerator.torch_device_mesh[CP_DIM])
-        with group.agreeing(self.accelerator.device, doing := "the loading of random states"):
+        """Loads states, and gives the first rank's random numbers to its group. A group that the checkpoint does not
+        know gets those of the first one: samplers would draw other batches."""
+        world, before = ContextGroup.from_mesh(None), torch.get_rng_state()
+        doing = "the loading of a state"
+        with world.agreeing(self.accelerator.device, doing):
             method(*args, **kwargs)
         own = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        first = group.gather(own, self.accelerator.device, doing)[0]
+        every = world.gather((not before.equal(own[2]), own), self.accelerator.device, doing)
+        loaded, first = every[world.rank - world.rank % self.size]
+        if not loaded:
+            _, first = every[0]
         random.setstate(first[0])
         numpy.random.set_state(first[1])
         torch.set_rng_state(first[2])

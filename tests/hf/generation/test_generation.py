@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
     DynamicCache,
@@ -29,6 +30,7 @@ from transformers import (
     StoppingCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
@@ -482,6 +484,28 @@ def one_group_fails(rank: int, size: int) -> tuple[str, int]:
 def test_an_error_of_one_group_of_those_that_share_weights() -> None:
     pool = RankPool(4)
     assert pool.run(one_group_fails, timeout=60.0) == [("", 0), ("", 1), ("KeyError()", 2), ("KeyError()", 3)]
+    pool.close()
+
+
+def over_fsdp1(rank: int, size: int) -> None:
+    """FSDP1 gathers layers in every pass, so groups wait for each other, as in Transformers."""
+    number = rank // 2
+    model, prompt = make("llama"), prompt_of(19 + number, False)["input_ids"]
+    options = GREEDY | {"max_new_tokens": 5 + 4 * number}
+    wanted = model.generate(prompt, **options)
+    hf_burst.patch_model(model, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"])
+    layers = ModuleWrapPolicy({LlamaDecoderLayer})
+    whole = FullyShardedDataParallel(
+        model, auto_wrap_policy=layers, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    whole(prompt)
+    with FullyShardedDataParallel.summon_full_params(whole, recurse=False, writeback=False):
+        assert torch.equal(hf_burst.generate(model, prompt, **options), wanted)
+
+
+def test_groups_that_share_weights_by_fsdp1() -> None:
+    pool = RankPool(4)
+    pool.run(over_fsdp1, timeout=60.0)
     pool.close()
 
 

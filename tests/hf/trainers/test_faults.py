@@ -332,12 +332,14 @@ def test_other_ranks_go_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, be
                 assert found[key] == (wanted[key] if case is before else pytest.approx(wanted[key], rel=2e-5)), key
 
 
-def test_ranks_that_were_added_draw_the_same_batches(ranks: Ranks, tmp_path: Path) -> None:
-    """By a sampler that draws from the random state of the process, at the beginning of the second epoch."""
+@pytest.mark.parametrize("more", [Case(burst=4), Case(data=2)], ids=str)
+def test_ranks_that_were_added_draw_the_same_batches(ranks: Ranks, tmp_path: Path, more: Case) -> None:
+    """In the group or as another, by a sampler that draws from the random state of the process, at the beginning of the
+    second epoch."""
     options = {"train_sampling_strategy": "group_by_length"}
     wanted = ranks(2).run(resumed_with, str(tmp_path / "whole"), Case(), options)[0]
     folder = copy(tmp_path / "whole", tmp_path / "more", 3)
-    for found in ranks(4).run(resumed_with, folder, Case(burst=4), options):
+    for found in ranks(4).run(resumed_with, folder, more, options):
         assert found["start"] == "checkpoint-3"
         assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
 
