@@ -32,7 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.attention import ContextGroup
-from hf_burst.errors import ConfigError
+from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf.trainers.resume import rows_of, what_is_missing
 from hf_burst.ranks.group import set_timeout
 from hf_burst.ranks.watch import START_ANEW, Watch
@@ -355,6 +355,26 @@ def numbers_after_loading(rank: int, size: int, folder: str, save: bool) -> list
 def test_ranks_that_load_a_state_of_fewer_have_its_random_numbers(ranks: Ranks, tmp_path: Path) -> None:
     wanted = ranks(2).run(numbers_after_loading, str(tmp_path), True)[0]
     assert ranks(4).run(numbers_after_loading, str(tmp_path), False) == [wanted] * 4
+
+
+def loading_fails(rank: int, size: int, folder: str) -> str:
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
+
+    def read(*_: Any) -> None:
+        if rank == 1:
+            raise OSError("the disk of rank 1")
+
+    accelerator.register_load_state_pre_hook(read)
+    with pytest.raises((OSError, RankMismatchError)) as problem:
+        accelerator.load_state(folder)
+    return str(problem.value)
+
+
+def test_a_rank_that_cannot_load_a_state_ends_all(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(numbers_after_loading, str(tmp_path), True)
+    others, own = ranks(2).run(loading_fails, str(tmp_path))
+    assert own == "the disk of rank 1"
+    assert others == "Rank 1 of the group stopped before any communication: the disk of rank 1"
 
 
 def finished_again(rank: int, size: int, folder: str) -> None:
