@@ -23,7 +23,7 @@ LINES = {
     "sizing": 1_472,
 }
 RECIPES = 10_177  # their benchmarks, too
-NODES, TUPLES, REFUSING, RAISES = 132_476, 0.17, 1_490, 283
+NODES, TUPLES, REFUSING, RAISES = 132_480, 0.17, 1_490, 283
 
 
 def test_rooms_keep_to_their_numbers() -> None:

@@ -202,10 +202,10 @@ def gathered_once(model: nn.Module) -> Iterator[None]:
     groups = [(state, group, group.post_forward_mesh_info) for state in states for group in _groups(state)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
-    for state, module in zip(states, modules, strict=True):
-        state._lazy_init()  # the outermost first
-        module.unshard()
     try:
+        for state, module in zip(states, modules, strict=True):
+            state._lazy_init()  # the outermost first
+            module.unshard()
         yield
     finally:
         for state, auto in before:

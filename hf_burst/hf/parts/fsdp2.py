@@ -47,8 +47,8 @@ class Fsdp2(Part):
 
     def install(self, view: ModelView) -> None:
         embeddings, named = view.root.get_input_embeddings(), set(view.root._no_split_modules or ())
-        inner = (module for module in view.modules if embeddings not in inner_modules(module))
-        names = {type(module).__name__ for module in inner} & named
+        units = (module for module in view.modules if type(module).__name__ in named)
+        names = {type(unit).__name__ for unit in units if embeddings not in inner_modules(unit)}
         if names:
             self.named, view.root._no_split_modules = view.root._no_split_modules, names
 

@@ -462,6 +462,20 @@ def test_fsdp2_gathers_weights_around_adapters(ranks: Ranks) -> None:
     ranks(2).run(with_sharded_adapters)
 
 
+def gathering_fails(rank: int, size: int) -> None:
+    model = models.patch(make("llama"))
+    fully_shard(model)
+    state = model._get_fsdp_state()
+    before = state._auto_reshard_after_forward
+    with mock.patch.object(type(model), "unshard", side_effect=MemoryError("full")), pytest.raises(MemoryError):
+        hf_burst.generate(model, prompt_of(19, False)["input_ids"], **GREEDY)
+    assert state._auto_reshard_after_forward == before
+
+
+def test_fsdp2_shards_again_if_weights_cannot_be_gathered(ranks: Ranks) -> None:
+    ranks(2).run(gathering_fails)
+
+
 def one_group_fails(rank: int, size: int) -> tuple[str, int]:
     """Groups that share weights do not wait for each other after each token."""
     number = rank // 2
